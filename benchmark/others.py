@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
@@ -34,7 +36,6 @@ from methods.catalogue import METHODS
 from utils import GREEDY, Sampling
 
 COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
-DRAFTING = "target", "draft"  # roles of models that other programs use
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
 CHECKED_BATCH = 8  # texts at once, of a method that decodes many
 
@@ -122,9 +123,18 @@ class RecordStreamer(BaseStreamer):
         pass
 
 
+class InFloat32(TorchFunctionMode):
+    """Widens the arguments of each operation to float32, weights too: no second copy of all weights is needed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return func(*tree_map(wide, args), **tree_map(wide, kwargs or {}))
+
+
 class Float32Model:
-    """The model in a folder, with the weights that other programs read, computing in float32: one module at a time, so
-    that no second copy of the weights is needed.
+    """The model in a folder, with the weights that other programs read, computing in float32.
 
     Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow.
     """
@@ -136,24 +146,8 @@ class Float32Model:
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
         """Logits after each token: int64 `[B, n]` -> float32 `[B, n, V]`."""
-        hooks = []
-        for module in [module for module in self.model.modules() if module._parameters]:
-            stored = dict(module._parameters)  # Afterwards it has its own weights again: other modules share them.
-            wide = {name: weight for name, weight in stored.items() if weight is not None}
-
-            def widen(module: torch.nn.Module, inputs: object, weights: Any = wide) -> None:
-                module._parameters.update({name: weight.float() for name, weight in weights.items()})
-
-            def restore(module: torch.nn.Module, inputs: object, output: object, weights: Any = stored) -> None:
-                module._parameters.update(weights)
-
-            hooks.append(module.register_forward_pre_hook(widen))
-            hooks.append(module.register_forward_hook(restore, always_call=True))
-        try:
-            return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary].float()
-        finally:
-            for hook in hooks:
-                hook.remove()
+        with InFloat32():
+            return self.model(input_ids=tokens, use_cache=False).logits[..., : self.vocabulary]
 
 
 def check_greedy(
@@ -215,10 +209,11 @@ def check_programs(
     append: Append,
 ) -> None:
     """Load and check the methods. With synthetic acceptance, texts are not the target's and are not checked."""
-    settings, sources, folder_of_texts = inputs.settings, {}, inputs.settings.output.texts
+    settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
+    sources: dict[str, Source] = {}
     references: dict[str, Any] = {}
     alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
-    for role in [role for role in DRAFTING if role in inputs.folders]:
+    for role in [role for role in ("target", "draft") if role in inputs.folders]:
         model, folder = models[role], inputs.folders[role]
         slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
         converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"

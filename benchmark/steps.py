@@ -47,7 +47,7 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     for line in (
         *forward_lines(roles, time_all),
         *token_lines(target, sampling, time_all),
-        *round_lines(target, drafter, roles.get("draft"), prompt, gamma, sampling, time_all),
+        *round_lines(target, drafter, prompt, gamma, sampling, time_all),
     ):
         append(cast(StepLine, {"kind": "costs", "of": "step", **conditions, **line}))
 
@@ -162,13 +162,7 @@ def token_lines(target: CachedModel, sampling: Sampling, time_all: TimeAll) -> I
 
 @torch.inference_mode()
 def round_lines(
-    target: CachedModel,
-    drafter: Drafter,
-    draft: CachedModel | None,
-    prompt: Sequence[int],
-    gamma: int,
-    sampling: Sampling,
-    time_all: TimeAll,
+    target: CachedModel, drafter: Drafter, prompt: Sequence[int], gamma: int, sampling: Sampling, time_all: TimeAll
 ) -> Iterator[dict[str, Any]]:
     """The parts of a round with `gamma` guesses.
 
@@ -178,10 +172,9 @@ def round_lines(
     """
     start, room = len(prompt), 1 + 3 * (gamma + 1)  # the first token and those of three such rounds
     parts: dict[str, Step] = {}
-    for part, model in {"plain step": target, "draft step": draft}.items():
-        if model is not None:
-            fill(model, start, start + room)
-            parts[part] = one_token(model, start, sampling)
+    for part, model in zip(("plain step", "draft step"), (target, *cast(list[CachedModel], drafter.models[:1]))):
+        fill(model, start, start + room)
+        parts[part] = one_token(model, start, sampling)
     generator = Generator(target.device).manual_seed(0)
     numbers = partial(uniform, device=target.device, generator=generator)
     logits = forward(target, gamma + 1, start)()

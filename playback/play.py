@@ -52,7 +52,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     sampler = build([name], dict(models), settings.decoding)[name]
     if settings.output.show:
         # A rule that depends on measured times would include the pauses.
-        pace = PACE if repeatable(name, settings.decoding) else None
+        pace = PACE if repeatable(name, settings.decoding) else 0
         screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
     turns: list[Turn] = []
     try:
@@ -109,8 +109,7 @@ class Screen:
     """A terminal that shows texts round by round: of each `begin(prompt)`, `round(round)` for each, `end(note)`.
 
     The kinds of tokens have colours; where the terminal or its environment variables allow none, they have marks.
-    ends: tokens that end a text, which are not shown. pace: tokens a second at most, on a terminal; None: as fast as
-    they come.
+    ends: tokens that end a text, which are not shown. pace: tokens a second at most, on a terminal; 0: as they come.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Screen:
         tokenizer: PreTrainedTokenizerBase,
         file: TextIO | None = None,
         ends: Collection[int] = (),
-        pace: float | None = None,
+        pace: float = 0,
     ) -> None:
         self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True)
         self.colour = self.console.color_system is not None and not self.console.no_color

@@ -103,16 +103,8 @@ def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     several = len(costs) > 1
     size = (12 if several else 8), 4.4
     figure, grid = plt.subplots(1, 1 + several, figsize=size, squeeze=False)
-    draw_over_gamma(grid[0, 0], costs, predictions)
-    if several:
-        rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
-        draw_heat_map(figure, grid[0, 1], rows, "temperature")
-    return write_figure(figure, path)
-
-
-def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequence[Prediction]) -> None:
-    """Draw the speed-up over gamma, a colour for each temperature: points with intervals, and theory as lines."""
-    colours = ["#2f6fb3"] if len(costs) == 1 else plt.cm.plasma(np.linspace(0.05, 0.8, len(costs)))
+    axes = grid[0, 0]  # a colour for each temperature: points with intervals, and theory as lines
+    colours = plt.cm.plasma(np.linspace(0.05, 0.8, len(costs))) if several else ["#2f6fb3"]
     for number, (cost, prediction, colour) in enumerate(zip(costs, predictions, colours)):
         gammas = np.array([row["gamma"] for row in prediction["rows"]])
         middle, low, high = np.nan_to_num(np.array([row["speedup"] for row in prediction["rows"]]).T)
@@ -120,7 +112,7 @@ def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequenc
         aside = 0.11 * (number - (len(costs) - 1) / 2)  # so that intervals do not cover each other
         label = f"measured, temperature {cost['temperature']}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
         axes.errorbar(gammas + aside, middle, error, fmt="o", color=colour, markersize=4.5, capsize=2, label=label)
-        for theory, style, name in THEORIES[: 2 if len(costs) == 1 else 1]:
+        for theory, style, name in THEORIES[: 1 if several else 2]:
             ratios, once = [row[theory] for row in prediction["rows"]], None if number else name
             axes.plot(gammas, ratios, style, color=colour, linewidth=1.1, label=once)
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
@@ -128,6 +120,10 @@ def draw_over_gamma(axes: Axes, costs: Sequence[CostsLine], predictions: Sequenc
     bars = bars_of(row["speedup"] for prediction in predictions for row in prediction["rows"])
     axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}")
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    if several:
+        rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
+        draw_heat_map(figure, grid[0, 1], rows, "temperature")
+    return write_figure(figure, path)
 
 
 def reach_of(rows: Mapping[Any, Prediction]) -> float:

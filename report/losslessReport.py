@@ -71,41 +71,28 @@ POWER_NOTES = (
 
 def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
     """Whether no test rejects a method, and the verdict as a sentence. lines: of a run that has ended."""
-    if failures := list(failed(lines)):
-        return False, f"Difference found: {'; '.join(failures)}."
-    return True, f"No difference found: {'; '.join(passed(lines))}."
-
-
-def exit_code(lines: Sequence[Line]) -> int:
-    """1 if the verdict of a test or of an audit is no, else 0."""
-    return 0 if verdict(lines)[0] and all(audit_verdict(line)[0] for line in audits_of(lines)) else 1
-
-
-def failed(lines: Sequence[Line]) -> Iterator[str]:
-    """A clause for each method whose drawn texts a test rejects, and for greedy tokens that rounding cannot explain."""
+    failures, greedy = [], of_kind(lines, GreedyLine)
     for line in of_kind(lines, LosslessLine):
         if tests := seen_by(line, line["limit"]):
-            said = (
-                f"{name_of(line['method'])} fails in {line['dtype']} by {' and '.join(TESTS[test] for test in tests)}"
-            )
+            reasons = " and ".join(TESTS[test] for test in tests)
+            said = f"{name_of(line['method'])} fails in {line['dtype']} by {reasons}"
             if "guesses" in tests:
                 hits, expected = f"{line['guesses']['hits']:,}", f"{line['guesses']['expected']:,.1f}"
                 said += f" ({hits} tokens are the guess, and {expected} were expected)"
-            yield said
-    for greedy in of_kind(lines, GreedyLine):
-        if greedy["beyond"]:
-            writes = f"{name_of(greedy['method'])} writes {greedy['beyond']:,} greedy tokens in {greedy['dtype']}"
-            yield f"{writes} that are not the target's"
-
-
-def passed(lines: Sequence[Line]) -> Iterator[str]:
-    """Clauses on what was tested: drawn texts, planted mistakes, and greedy texts in each dtype."""
+            failures.append(said)
+    for text in greedy:
+        if text["beyond"]:
+            writes = f"{name_of(text['method'])} writes {text['beyond']:,} greedy tokens in {text['dtype']}"
+            failures.append(f"{writes} that are not the target's")
+    if failures:
+        return False, f"Difference found: {'; '.join(failures)}."
+    tested = []  # clauses on drawn texts, planted mistakes, and greedy texts in each dtype
     if sampled := of_kind(lines, LosslessLine):
         p = [value for line in sampled for value in line["p"].values()]
         names = list(dict.fromkeys(line["method"] for line in sampled))
         methods = name_of(names[0]) if len(names) == 1 else f"each of {len(names)} methods"
         dtypes = " and in ".join(dict.fromkeys(line["dtype"] for line in sampled))
-        yield (
+        tested.append(
             f"{min(line['tokens'] for line in sampled):,} drawn tokens of {methods} were tested in {dtypes} (the least "
             f"of {len(p)} p-values is {min(p):.2g}; less than {sampled[0]['limit']:.1e} would be a difference)"
         )
@@ -115,18 +102,23 @@ def passed(lines: Sequence[Line]) -> Iterator[str]:
         counts = Counter(name_of(line.get("method", "")) for line in power)
         planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         if missed:
-            yield f"but {', '.join(missed)} would not be seen with {most}: give more --tokens"
+            tested.append(f"but {', '.join(missed)} would not be seen with {most}: give more --tokens")
         else:
-            yield f"each planted mistake is detected, within {most}: {planted}"
-    greedy = of_kind(lines, GreedyLine)
+            tested.append(f"each planted mistake is detected, within {most}: {planted}")
     for dtype in dict.fromkeys(line["dtype"] for line in greedy):
         others = [line for line in greedy if line["dtype"] == dtype and line["method"] != "target"]
         differing, texts = sum(line["differing"] for line in others), sum(line["texts"] for line in others)
         if differing:
             share = f"{differing:,} of {texts:,} greedy texts ({100 * differing / texts:.0f} %)"
-            yield f"in {dtype} {share} differ from plain decoding's, each first at a near-tie"
+            tested.append(f"in {dtype} {share} differ from plain decoding's, each first at a near-tie")
         else:
-            yield f"greedy text in {dtype} equals plain decoding's token for token"
+            tested.append(f"greedy text in {dtype} equals plain decoding's token for token")
+    return True, f"No difference found: {'; '.join(tested)}."
+
+
+def exit_code(lines: Sequence[Line]) -> int:
+    """1 if the verdict of a test or of an audit is no, else 0."""
+    return 0 if verdict(lines)[0] and all(audit_verdict(line)[0] for line in audits_of(lines)) else 1
 
 
 def audits_of(lines: Sequence[Line]) -> list[AuditLine | GreedyAuditLine]:
@@ -173,8 +165,23 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
         yield f"{what}{f' (the first {LISTED} of {count:,})' if count > LISTED else ''}: {listed}."
     if after_end := line.get("after_end"):
         yield f"{counted(after_end, 'text')} with a token that ends a text, and more after it: the engine continued."
-    if line["test"] == "audit":
-        yield from causes(line)
+    if line["test"] == "audit" and line.get("alike", 1) < line["limit"] and not line["impossible"]:
+        yield (
+            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
+            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
+        )
+    elif line["test"] == "audit":
+        if "surprise" in line["seen_by"]:
+            likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
+            yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
+        if line["fits"]:
+            settings = ", nor at ".join(map(settings_of, line["fits"]))
+            yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
+        elif line["seen_by"]:
+            if line["order"] == "p":
+                shows = "what leaks from it shows after fewer tokens then"
+                yield f"If a draft model guessed, name it with --draft: {shows}."
+            yield "Are target, tokenizer and sampling flags those of the engine?"
     if line["retokenised"]:
         yield (
             f"{counted(line['retokenised'], 'text')} came without token ids, so it is encoded here. An engine may have "
@@ -187,26 +194,6 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
         )
-
-
-def causes(line: AuditLine) -> Iterator[str]:
-    """What usually causes the pattern of a text that is rejected, or whose random numbers are alike."""
-    if line.get("alike", 1) < line["limit"] and not line["impossible"]:
-        yield (
-            f"The random numbers at one position of the texts are alike (p = {line['alike']:.1g}): were all drawn with "
-            "one seed? Give each text a seed of its own, or none; texts that share theirs cannot be tested together."
-        )
-        return
-    if "surprise" in line["seen_by"]:
-        likelier, hotter = ("less", "higher") if line["z"] > 0 else ("more", "lower")
-        yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
-    if line["fits"]:
-        settings = ", nor at ".join(map(settings_of, line["fits"]))
-        yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
-    elif line["seen_by"]:
-        if line["order"] == "p":
-            yield "If a draft model guessed, name it with --draft: what leaks from it shows after fewer tokens then."
-        yield "Are target, tokenizer and sampling flags those of the engine?"
 
 
 def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import isnan
 from typing import Any
 
+from numpy import nan_to_num
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -120,7 +121,17 @@ def speed_tables(
         what = "Both without a KV cache, as in the course report's code, speculative over plain"
         yield Text(f"{what}: {with_ends(gain)} (paired).")
     if overlaps:
-        yield theory_table(rows, {line["method"]: line for line in overlaps})
+        # The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times
+        # has other shapes and lengths in other texts. Old lines do not count them.
+        of_method = {line["method"]: line for line in overlaps}
+        table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
+        for row in rows:
+            if line := of_method.get(row["method"]):
+                tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
+                by_theory = expectations(line["overlap_by_position"])
+                figures = [f"{figure:.2f}" for figure in (tokens, by_theory["tokens"], tokens / by_theory["tokens"])]
+                table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *figures)
+        yield table
         yield Text(THEORY_NOTES + (OF_TREES if any(line["method"] in TREES for line in overlaps) else ""))
     for row in rows:
         if row["method"] == "speculative" and row["acceptance_by_position"]:
@@ -128,35 +139,29 @@ def speed_tables(
             yield Text(f"Acceptance by position in the round: {rates}.")
 
 
-def ranked(rows: Iterable[Summary]) -> list[Summary]:
+def ranked(rows: Sequence[Summary]) -> list[Summary]:
     """Plain decoding first, then the methods with guesses, from the greatest speed-up to the least."""
-
-    def rank(row: Summary) -> tuple[bool, float]:
-        alone, ratio = row["method"] in ALONE, row["speedup"][0]
-        return not alone, 0.0 if alone or ratio != ratio else -ratio
-
-    return sorted(rows, key=rank)
+    by_speed = sorted(rows, key=lambda row: -nan_to_num(row["speedup"][0]))
+    return [row for row in rows if row["method"] in ALONE] + [row for row in by_speed if row["method"] not in ALONE]
 
 
 def speed_table(
-    run: RunLine, lines: Sequence[SpeedLine], rows: Iterable[Summary], engines: Sequence[EngineLine] = ()
+    run: RunLine, lines: Sequence[SpeedLine], rows: Sequence[Summary], engines: Sequence[EngineLine]
 ) -> Table:
     """One row for each method. `--speed` adds the course report's time per token; the other modes add counts of
     guesses, and have no room for every interval."""
     of_report = lines[0]["mode"] == "speed"
     brief = span if of_report else median
 
-    def guesses(row: Summary) -> bool:
-        return row["method"] not in ALONE and bool(row["acceptance_by_position"])
-
+    guessing = {row["method"] for row in rows if row["acceptance_by_position"]} - {*ALONE}
     columns: dict[str, Callable[[Summary], Cell]] = {
         "": lambda row: name_of(row["method"]),
         "TTFT\nms": lambda row: brief(row["ttft"], 1e3),
         "TPOT\nms": lambda row: brief(row["tpot"], 1e3),
         "tokens/s": lambda row: span(row["throughput"]),
         "speed-up": lambda row: span(row["speedup"]),
-        "alpha": lambda row: f"{row['alpha']:.3f}" if guesses(row) else "",
-        "tokens/\nround": lambda row: median(row["tokens_per_round"]) if guesses(row) else "",
+        "alpha": lambda row: f"{row['alpha']:.3f}" if row["method"] in guessing else "",
+        "tokens/\nround": lambda row: median(row["tokens_per_round"]) if row["method"] in guessing else "",
     }
     if of_report:
         columns["total/n\nms"] = lambda row: median(row["report_tpot"], 1e3)
@@ -193,22 +198,6 @@ def with_ends(figures: Interval) -> str:
     return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 
-def theory_table(rows: Iterable[Summary], overlaps: Mapping[str, schema.OverlapLine]) -> Table:
-    """Tokens a round beside those expected from the sums of min(p, q). overlaps: {method: its line}.
-
-    The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times has
-    other shapes and lengths in other texts. Old lines do not count them.
-    """
-    table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
-    for row in rows:
-        if line := overlaps.get(row["method"]):
-            tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
-            by_theory = expectations(line["overlap_by_position"])
-            figures = (tokens, by_theory["tokens"], tokens / by_theory["tokens"])
-            table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *(f"{figure:.2f}" for figure in figures))
-    return table
-
-
 def tokens_a_round(row: Summary) -> float:
     """The mean over all rounds of a method; the column "tokens/round" is the median of texts."""
     return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
@@ -241,7 +230,16 @@ def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]
         timed = swept_texts(lines, cost)
         if "target" in {line["method"] for line in timed}:  # Else the run was stopped before it.
             prediction = predict(timed, cost)
-            yield replace(sweep_table(run, timed, prediction), notes=sweep_notes(cost, prediction))
+            scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
+            overlap = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
+            notes = (
+                f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
+                f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
+                "expected tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
+                "a draft step over that of a plain step. the paper's: the same with a cost of 1; by it, gamma "
+                f"{prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
+            )
+            yield replace(sweep_table(run, timed, prediction), notes=notes)
 
 
 def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction) -> Table:
@@ -264,19 +262,6 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
     for row in prediction["rows"]:
         table.add(*(cell(row) for cell in columns.values()))
     return table
-
-
-def sweep_notes(cost: CostsLine, prediction: Prediction) -> str:
-    """The text under a table of speed over gamma."""
-    scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
-    overlap = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
-    return (
-        f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
-        f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: expected "
-        "tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of a draft step over "
-        "that of a plain step. the paper's: the same with a cost of 1; "
-        f"by it, gamma {prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
-    )
 
 
 def batch_table(lines: Sequence[Line]) -> Table:

@@ -215,7 +215,7 @@ def test_only_compiled_steps_call_kernels(variants, variant):
     lines = [
         *steps.forward_lines(models, once),
         *steps.token_lines(target, FREE, once),
-        *steps.round_lines(target, ModelDrafter(draft), draft, [5, 9, 2], 3, FREE, once),
+        *steps.round_lines(target, ModelDrafter(draft), [5, 9, 2], 3, FREE, once),
     ]
     reads = {name: calls for name, calls in called.items() if isinstance(name, tuple) and name[1] == "read"}
     assert reads and not any(reads.values())

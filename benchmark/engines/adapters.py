@@ -121,21 +121,15 @@ class Weights:
 
 
 class Engine:
-    """One engine with a model loaded. version, settings: what is recorded of it. Some engines have a method
-    batch(requests, batch) -> answers too, which continues all prompts, `batch` at once: the next starts when a text
-    ends."""
+    """One engine with a model loaded. version, settings: what is recorded of it.
+
+    Each has convert(weights, folder, bits), static: write the model in its own format, with `bits` bits a weight; and
+    generate(request) -> answer: continue one prompt. Some have batch(requests, batch) -> answers too, which continues
+    all prompts, `batch` at once: the next starts when a text ends.
+    """
 
     version = ""
     settings: Mapping[str, Any] = {}
-
-    @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
-        """Write the model in the engine's own format, with `bits` bits a weight."""
-        raise NotImplementedError
-
-    def generate(self, request: TextRequest) -> Answer:
-        """Continue one prompt."""
-        raise NotImplementedError
 
 
 class CTranslate(Engine):
@@ -254,54 +248,34 @@ class Vllm(Engine):
         weights.library_model().save_pretrained(folder)
 
     def generate(self, request: TextRequest) -> Answer:
-        (answer,) = self.batch([request], 1)
-        return answer
+        return self.batch([request], 1)[0]
 
     def batch(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
         answers: dict[str, Answer] = {}
-        waiting = list(requests[::-1])
+        waiting, running = list(requests[::-1]), 0
         start = time.perf_counter()
-
-        def add() -> None:
-            request, name = waiting.pop(), str(self.number)
-            self.number += 1
-            answers[name] = [], []
-            self.engine.add_request(name, {"prompt_token_ids": request.prompt}, self.sampling(request))
-
-        for _ in range(min(batch, len(requests))):
-            add()
-        while self.engine.has_unfinished_requests():
+        while waiting or running:
+            while waiting and running < batch:
+                request, name = waiting.pop(), str(self.number)
+                sampling = self.library.SamplingParams(
+                    temperature=request.temperature,
+                    top_p=request.top_p if request.temperature else 1.0,
+                    seed=request.seed,
+                    max_tokens=request.count,
+                    ignore_eos=True,
+                    detokenize=False,
+                    output_kind=self.library.sampling_params.RequestOutputKind.DELTA,  # Each step returns new tokens.
+                )
+                answers[name] = [], []
+                self.engine.add_request(name, {"prompt_token_ids": request.prompt}, sampling)
+                self.number, running = self.number + 1, running + 1
             for output in self.engine.step():
-                now = time.perf_counter() - start
                 tokens, times = answers[output.request_id]
                 new = output.outputs[0].token_ids
+                times.append((time.perf_counter() - start, len(new)))
                 tokens.extend(new)
-                times.append((now, len(new)))
-                if output.finished and waiting:
-                    add()
+                running -= output.finished
         return list(answers.values())
-
-    def sampling(self, request: TextRequest) -> Any:
-        """How a text is drawn. Each step returns the tokens that are new."""
-        return self.library.SamplingParams(
-            temperature=request.temperature,
-            top_p=request.top_p if request.temperature else 1.0,
-            seed=request.seed,
-            max_tokens=request.count,
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=self.library.sampling_params.RequestOutputKind.DELTA,
-        )
-
-
-def answer_to(engine: Any, do: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request of one text or many."""
-    if do == "generate":
-        tokens, times = engine.generate(TextRequest(**fields))
-        return {"tokens": list(map(int, tokens)), "times": times}
-    prompts, seeds, batch = (fields.pop(name) for name in ("prompts", "seeds", "batch"))
-    requests = [TextRequest(prompt=prompt, seed=seed, **fields) for prompt, seed in zip(prompts, seeds)]
-    return {"texts": [{"tokens": list(map(int, new)), "times": at} for new, at in engine.batch(requests, batch)]}
 
 
 def main() -> None:
@@ -321,8 +295,14 @@ def main() -> None:
             elif do == "load":
                 engine = pkgutil.resolve_name(CLASSES[fields.pop("module")])(LoadRequest(**fields))
                 answer = {"version": engine.version, "settings": engine.settings}
+            elif do == "generate":
+                tokens, times = engine.generate(TextRequest(**fields))
+                answer = {"tokens": list(map(int, tokens)), "times": times}
             else:
-                answer = answer_to(engine, do, fields)
+                prompts, seeds, batch = (fields.pop(name) for name in ("prompts", "seeds", "batch"))
+                requests = [TextRequest(prompt=prompt, seed=seed, **fields) for prompt, seed in zip(prompts, seeds)]
+                texts = engine.batch(requests, batch)
+                answer = {"texts": [{"tokens": list(map(int, new)), "times": times} for new, times in texts]}
         except Exception as error:  # Whatever an engine raises is the reason why its row is left out.
             answer = {"error": f"{type(error).__name__}: {error}"}
         answers.write(json.dumps(answer) + "\n")

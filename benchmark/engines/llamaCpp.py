@@ -129,9 +129,8 @@ class LlamaCpp(Engine):
         """(status, answer) of a request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         try:
-            connection.request(
-                method, path, None if body is None else json.dumps(body), {"Content-Type": "application/json"}
-            )
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
             answer = connection.getresponse()
             return answer.status, json.loads(answer.read())
         finally:
@@ -158,7 +157,6 @@ class LlamaCpp(Engine):
         return tokens, [(first, 1), (first + rest, len(tokens) - 1)]
 
     def batch(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
-        """As many requests at once as the server has slots."""
         start = time.perf_counter()
 
         def write(request: TextRequest) -> Answer:

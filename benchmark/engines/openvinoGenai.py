@@ -45,7 +45,16 @@ class OpenVino(Engine):
         """The graph, its other files for GenAI, and the tokenizer if it exists: a draft model needs it."""
         path, builder = folder / "openvino_model.xml", GraphBuilder(weights, bits)
         openvino.save_model(builder.model(), path, compress_to_fp16=False)
-        mark_decompression(path, builder.decompressions)
+        # Mark conversions of weights as decompression, as OpenVINO's own converter does; its Python interface has no
+        # call for that. Otherwise the plugin widens all weights to float32 when it loads the graph, and keeps them
+        # beside the ones that it computes with: three times the memory.
+        tree = ElementTree.parse(path)
+        for layer in tree.iter("layer"):
+            if layer.get("name") in builder.decompressions:
+                mark = ElementTree.Element("rt_info")
+                ElementTree.SubElement(mark, "attribute", name="decompression", version="0")
+                layer.insert(1, mark)  # after <data>
+        tree.write(path, encoding="utf-8", xml_declaration=True)
         config = {key: value for key, value in weights.config.items() if isinstance(value, (int, float, str))}
         (folder / "config.json").write_text(json.dumps(config | {"vocab_size": weights.vocabulary}))
         (folder / "generation_config.json").write_text("{}")
@@ -105,8 +114,21 @@ class GraphBuilder:
             inputs[-1].output(0).get_tensor().set_names({name})
         ids, mask, positions, self.beams = inputs
         self.batch = ops.gather(ops.shape_of(ids), integers(0), integer(0))
-        self.cos, self.sin = self.angles(positions)
-        self.mask = causal_mask(ids, mask)
+        # Cosine and sine of the rotary embedding, `[B, 1, n, rotary]`.
+        inverse = 1 / weights.theta ** (np.arange(0, weights.rotary, 2, dtype=np.float32) / weights.rotary)
+        column = ops.unsqueeze(ops.unsqueeze(ops.convert(positions, "f32"), 1), 3)
+        angle = ops.multiply(column, ops.constant(inverse[None, None, None]))
+        twice = ops.concat([angle, angle], -1)
+        self.cos, self.sin = ops.cos(twice), ops.sin(twice)
+        # The causal mask, float32 `[B, 1, n, length]`: 0 where a token attends, else the lowest number.
+        length, count = (ops.gather(ops.shape_of(tokens), integer(1), integer(0)) for tokens in (mask, ids))
+        keys = ops.range(integer(0), length, integer(1), "i64")
+        queries = ops.range(ops.subtract(length, count), length, integer(1), "i64")
+        later = ops.greater(ops.unsqueeze(keys, 0), ops.unsqueeze(queries, 1))
+        padded = ops.equal(ops.unsqueeze(ops.unsqueeze(mask, 1), 1), integer(0))
+        hidden = ops.logical_or(ops.unsqueeze(ops.unsqueeze(later, 0), 0), padded)
+        lowest = ops.constant(np.finfo(np.float32).min)
+        self.mask = ops.select(hidden, lowest, ops.constant(np.float32(0)))
         if weights.llama:
             embedding, norm, head, layer = "model.embed_tokens", "model.norm", "lm_head", self.llama_layer
         else:
@@ -176,15 +198,6 @@ class GraphBuilder:
         """`[B, n, heads * width]` as `[B, heads, n, width]`."""
         return ops.transpose(ops.reshape(x, integers(0, 0, heads, width), True), integers(0, 2, 1, 3))
 
-    def angles(self, positions: Node) -> tuple[Node, Node]:
-        """Cosine and sine of the rotary embedding, `[B, 1, n, rotary]`."""
-        rotary = self.weights.rotary
-        inverse = 1 / self.weights.theta ** (np.arange(0, rotary, 2, dtype=np.float32) / rotary)
-        column = ops.unsqueeze(ops.unsqueeze(ops.convert(positions, "f32"), 1), 3)
-        angle = ops.multiply(column, ops.constant(inverse[None, None, None]))
-        twice = ops.concat([angle, angle], -1)
-        return ops.cos(twice), ops.sin(twice)
-
     def rotated(self, x: Node) -> Node:
         """Rotary embedding of the first `rotary` numbers of each head."""
         rotary, rest = self.weights.rotary, self.weights.head - self.weights.rotary
@@ -199,18 +212,15 @@ class GraphBuilder:
         if self.weights.llama:
             squares = ops.reduce_mean(ops.power(x, ops.constant(np.float32(2))), integers(-1), True)
             root = ops.sqrt(ops.add(squares, ops.constant(np.float32(self.weights.epsilon))))
-            return ops.multiply(ops.divide(x, root), self.vector(f"{name}.weight"))
+            return ops.multiply(ops.divide(x, root), ops.constant(self.weights[f"{name}.weight"]))
         centred = ops.mvn(x, integers(-1), True, self.weights.epsilon, "inside_sqrt")
-        return ops.add(ops.multiply(centred, self.vector(f"{name}.weight")), self.vector(f"{name}.bias"))
+        scale, shift = (ops.constant(self.weights[f"{name}.{part}"]) for part in ("weight", "bias"))
+        return ops.add(ops.multiply(centred, scale), shift)
 
     def linear(self, x: Node, name: str) -> Node:
         """A linear layer, with its bias if it has one."""
         y = ops.matmul(x, self.matrix(f"{name}.weight"), False, True)
-        return ops.add(y, self.vector(f"{name}.bias")) if f"{name}.bias" in self.weights.files else y
-
-    def vector(self, name: str) -> Node:
-        """A weight that is not a matrix, in float32."""
-        return ops.constant(self.weights[name])
+        return ops.add(y, ops.constant(self.weights[f"{name}.bias"])) if f"{name}.bias" in self.weights.files else y
 
     def matrix(self, name: str) -> Node:
         """A matrix, converted to float32 where it is used: stored in int8 with scales; in bfloat16 if the file has it,
@@ -234,36 +244,8 @@ class GraphBuilder:
 
 
 def integers(*values: int) -> Node:
-    """A vector of numbers."""
     return ops.constant(np.array(values, np.int64))
 
 
 def integer(value: int) -> Node:
-    """One number."""
     return ops.constant(np.int64(value))
-
-
-def causal_mask(ids: Node, mask: Node) -> Node:
-    """The mask of attention, float32 `[B, 1, n, length]`: 0 where a token attends, else the lowest number."""
-    length, count = (ops.gather(ops.shape_of(tokens), integer(1), integer(0)) for tokens in (mask, ids))
-    keys = ops.range(integer(0), length, integer(1), "i64")
-    queries = ops.range(ops.subtract(length, count), length, integer(1), "i64")
-    later = ops.greater(ops.unsqueeze(keys, 0), ops.unsqueeze(queries, 1))
-    padded = ops.equal(ops.unsqueeze(ops.unsqueeze(mask, 1), 1), integer(0))
-    hidden = ops.logical_or(ops.unsqueeze(ops.unsqueeze(later, 0), 0), padded)
-    return ops.select(hidden, ops.constant(np.float32(np.finfo(np.float32).min)), ops.constant(np.float32(0)))
-
-
-def mark_decompression(path: Path, names: set[str]) -> None:
-    """Mark conversions in a written graph as the decompression of weights, as OpenVINO's own converter marks them.
-
-    Otherwise the plugin widens all weights to float32 when it loads the graph, and keeps them beside the ones that it
-    computes with: three times the memory. Its Python interface has no call that sets the mark.
-    """
-    tree = ElementTree.parse(path)
-    for layer in tree.iter("layer"):
-        if layer.get("name") in names:
-            mark = ElementTree.Element("rt_info")
-            ElementTree.SubElement(mark, "attribute", name="decompression", version="0")
-            layer.insert(1, mark)  # after <data>
-    tree.write(path, encoding="utf-8", xml_declaration=True)

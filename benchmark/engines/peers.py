@@ -108,7 +108,6 @@ class EngineProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            text=True,
             encoding="utf-8",
             env=environment | {"PYTHONPATH": path},
             cwd=ROOT,
