@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, SamplingChoice, TextChoice, read_flags
 from inputs.commandLine import filled, flags_of
-from inputs.models import default_head, default_mid, default_pair
+from inputs.models import default_for, default_pair
 from inputs.starting import Something
 from methods.catalogue import METHODS, Role, build, check_roles, choose, in_mode
 from methods.samplers import Decoding, tree_choice
@@ -160,9 +160,9 @@ def name_models(args: argparse.Namespace) -> None:
             f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
             + ("" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia.")
         )
-        args.mid = default_mid(pair)
+        args.mid = default_for(pair[0], "mid")
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
-    args.head = args.head or default_head(args.target)
+    args.head = args.head or default_for(args.target, "head")
 
 
 def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
@@ -216,7 +216,7 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
     restricted = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"
     yield models.draft_vocab and measuring.ppl, f"{restricted}; leave out --ppl or --draftVocab"
-    unused = models.head != default_head(models.target) and "head" not in (models.draft, *measuring.names)
+    unused = models.head != default_for(models.target, "head") and "head" not in (models.draft, *measuring.names)
     yield unused, "--head is for the method head and for --draft head; add one of them or leave it out"
     scores = "--mid head: a head reads what the target has read, and scores no guesses; name another model"
     yield models.mid == "head", scores

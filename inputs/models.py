@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import (
@@ -33,7 +34,7 @@ from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
-from inputs.commandLine import one_line, visible
+from inputs.commandLine import visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes, library_errors
 from inputs.hub import MANIFEST, UNFINISHED, Manifest
@@ -43,6 +44,11 @@ from utils import UserError, out_of_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_RUN = "code that comes with a model is never run"
 OTHER_MODEL = f"download it again, or use a causal language model that transformers knows: {NEVER_RUN}"
+COMPANIONS = {
+    ("pythia-2.8b", "mid"): "pythia-410m",
+    ("bundled-target", "mid"): "bundled-mid",
+    ("bundled-target", "head"): "bundled-head",
+}
 WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
@@ -67,9 +73,7 @@ def find_model(name: str | Path) -> Path:
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
-        raise UserError(
-            f"{folder} is not a model folder: it has no config.json; download the model again, or name another"
-        )
+        raise UserError(f"{folder} is no model folder: it has no config.json; download the model again")
     if not isinstance(read_json(folder / "config.json"), dict):
         raise UserError(f"{folder / 'config.json'} does not describe a model; download it again")
     weight_files(folder)
@@ -111,15 +115,9 @@ def default_pair() -> tuple[str, str]:
     return pythia if all((files.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
-def default_mid(pair: tuple[str, str]) -> str | None:
-    """The model between the two of `default_pair`, or None if it does not exist."""
-    name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if (files.MODELS / name).is_dir() else None
-
-
-def default_head(target: str) -> str | None:
-    """The head that is bundled for a target, or None."""
-    name = "bundled-head" if target == "bundled-target" else None
+def default_for(target: str, role: str) -> str | None:
+    """The "mid" model or the "head" of a target that has a default, or None if it does not exist."""
+    name = COMPANIONS.get((target, role))
     return name if name and (files.MODELS / name).is_dir() else None
 
 
@@ -128,12 +126,10 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
     shorter than its header says."""
     count = 0
     for file in weight_files(folder):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                    count += math.prod(tensors.get_slice(key).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
+        errors = library_errors(f"{file} cannot be read as safetensors", "download it again")
+        with errors, safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - the file is no dict
+                count += math.prod(tensors.get_slice(key).get_shape())
     return count * dtype.itemsize
 
 
@@ -148,7 +144,7 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What limits the texts a model can read, known before its weights are loaded (`decoding.rows.Reader`)."""
+    """What limits the texts of a model, known before its weights are loaded (`decoding.rows.Reader`)."""
 
     name: str
     vocabulary: int
@@ -156,12 +152,10 @@ class ModelLimits:
 
 
 def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:
-    """The `ModelLimits` of the model in a folder."""
     return ModelLimits(folder.name, len(tokenizer), context_of(read_config(folder).get_text_config()))
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration of the model in a folder. Raises UserError if it cannot be read."""
     with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
@@ -184,34 +178,37 @@ def load_model(
     """
     folder = find_model(name)
     config = read_config(folder)
-    check_decodes(folder, config)
-    placement = choose_devices(folder, config, dtype, device, tokens, spread, caches)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"a model of type {config.model_type}, which is not a causal language model in transformers"
+        raise UserError(f"{folder} is {kind}; name another model")
+    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     size = config.get_text_config().vocab_size
     if size < len(tokenizer):
         raise UserError(
             f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
             "together; download both again from one place"
         )
-    try:
-        with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=DTYPES[dtype],
-                **placement,
-                local_files_only=True,
-                use_safetensors=True,
-                attn_implementation="eager",  # `CachedModel` sets its own. A config may name code of the hub.
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        remedy = "use a smaller dtype or model"
-        raise UserError(f"{folder.name} does not fit into the memory of {device}; {remedy}") from None
-    check_weights(folder, info)
+    with memory_errors(folder, device), library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            **choose_devices(folder, config, dtype, device, tokens, spread, caches),
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",  # `CachedModel` sets its own. A config may name code of the hub.
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    # transformers would continue with random weights or fewer layers. Unused buffers are harmless.
+    wrong = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    wrong += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
+    if wrong:
+        raise UserError(
+            f"{folder}: config.json and the weights do not match ({min(wrong)} is missing, unexpected or "
+            "has another shape); download both again from the same source"
+        )
     loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
     if loaded.is_spread:
         places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
@@ -219,22 +216,22 @@ def load_model(
         print(f"{loaded.name} is too large for {device} in {dtype}: {layers}", file=sys.stderr)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     if loaded.context + loaded.first_position < positions:
-        print(
-            f"{loaded.name} is limited to {loaded.context} tokens instead of {positions}: beyond that its rotary "
-            "embeddings (longrope) depend on the longest text of a batch",
-            file=sys.stderr,
-        )
+        why = "beyond that its rotary embeddings (longrope) depend on the longest text of a batch"
+        limited = f"is limited to {loaded.context} tokens instead of {positions}"
+        print(f"{loaded.name} {limited}: {why}", file=sys.stderr)
     return loaded
 
 
-def check_decodes(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError unless models of this configuration are decoded correctly, before any weight is read."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"{folder} is a model of type {config.model_type}, which is not a causal language model in transformers; "
-            "name another model"
-        )
-    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+@contextmanager
+def memory_errors(folder: Path, device: str) -> Iterator[None]:
+    """Raise an error of a full memory, which reading and loading the model in a folder may meet, as a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "use a smaller dtype or model"
+        raise UserError(f"{folder.name} does not fit into the memory of {device}; {remedy}") from None
 
 
 def choose_devices(
@@ -253,7 +250,9 @@ def choose_devices(
     computes a layer that is in the CPU's memory on the GPU: its weights are copied there each time.
     taken: bytes that other models will take on `device`.
     """
-    weights, text = weight_bytes(folder, DTYPES[dtype]), config.get_text_config()
+    text = config.get_text_config()
+    with memory_errors(folder, device):
+        weights = weight_bytes(folder, DTYPES[dtype])
     working = working_bytes(text, min(tokens, context_of(text))) + caches
     free = available_memory(device) - taken
     if weights + working <= free:
@@ -275,20 +274,6 @@ def choose_devices(
 def numbered(device: str) -> int | str:
     """A device as accelerate names it: a GPU by its number."""
     return torch.device(device).index or 0 if device.startswith("cuda") else device
-
-
-def check_weights(folder: Path, info: dict[str, Any]) -> None:
-    """Raise UserError if the files did not hold exactly the weights of config.json.
-
-    transformers would continue, with random weights or fewer layers. Unused buffers are harmless.
-    """
-    keys = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-    keys += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
-    if keys:
-        raise UserError(
-            f"{folder}: config.json and the weights do not match ({min(keys)} is missing, unexpected or "
-            "has another shape); download both again from the same source"
-        )
 
 
 def model_version(name: str | Path) -> str:
