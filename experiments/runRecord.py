@@ -79,10 +79,10 @@ def devices(
     for index, (process, values) in enumerate(gathered):
         for name, value in expected.items():
             if values[name] != value:
+                here = f"{values[name]} in process {index} ({process['host']})"
+                why = "the results would depend on which process computes which text"
                 raise UserError(
-                    f"the processes differ in {name}: {value} in process 0 ({first['host']}), "
-                    f"{values[name]} in process {index} ({process['host']}); the results would depend on which process "
-                    "computes which text"
+                    f"the processes differ in {name}: {value} in process 0 ({first['host']}), {here}; {why}"
                 )
     return [process for process, _ in gathered]
 

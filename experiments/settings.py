@@ -56,7 +56,9 @@ class Settings:
     def flags(self) -> dict[str, Any]:
         """{flag: value}, for the run's record."""
         parts = ((part, name, declared) for part in vars(self).values() for name, declared in flags_of(part).items())
-        return {name: recorded(getattr(part, declared.name)) for part, name, declared in parts}
+        values = {name: getattr(part, declared.name) for part, name, declared in parts}
+        values |= {name: list(value) or None for name, value in values.items() if isinstance(value, tuple)}
+        return values | {name: str(value) for name, value in values.items() if isinstance(value, Path)}
 
     @property
     def rows(self) -> int:
@@ -98,22 +100,14 @@ class Settings:
         return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
-def recorded(value: Any) -> Any:
-    """The value of a flag as a JSON value."""
-    return str(value) if isinstance(value, Path) else list(value) or None if isinstance(value, tuple) else value
-
-
 def parse(argv: Sequence[str], again: bool = False) -> Settings:
-    """The settings of the flags `argv`. Raises UserError for invalid flags. again: the flags are those of a record,
-    which has all of them."""
+    """The settings of the flags `argv`. Raises UserError. again: the flags are those of a record, which has all."""
     args = read_flags(argv)
     complete = bool(args.rerun or args.check)  # Nothing else is to be chosen.
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not complete:
-        choose_modes(args)
-        args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
-        name_models(args)
+        choose_defaults(args)
     values = vars(args)
     models, decoding, measuring = (filled(part, values) for part in (ModelChoice, Decoding, Measuring))
     groups, played = ({}, None) if complete else methods_of(args, models.roles)
@@ -132,8 +126,8 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     return settings
 
 
-def choose_modes(args: argparse.Namespace) -> None:
-    """Set what is measured by default. Raises UserError for modes that exclude each other."""
+def choose_defaults(args: argparse.Namespace) -> None:
+    """Set the modes and models that were not named. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
         if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
@@ -144,10 +138,7 @@ def choose_modes(args: argparse.Namespace) -> None:
     for single in "lossless", "audit":
         if single in modes and len(modes) > 1:
             raise UserError(f"--{single} cannot be combined with other modes")
-
-
-def name_models(args: argparse.Namespace) -> None:
-    """Fill in the models that were not named."""
+    args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
     if args.mid and not args.draft:
         raise UserError("--mid needs a draft as well: name one with --draft")
     pair = default_pair()

@@ -27,8 +27,7 @@ class AuditText:
 
 
 def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> list[AuditText]:
-    """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
-    written."""
+    """The texts of a file, at least one. Raises UserError, which names the line, for one that `model` cannot write."""
 
     def parse(number: int, fields: Any) -> AuditText:
         """The text of a line. Raises ValueError for a line that cannot be used."""
@@ -64,7 +63,7 @@ def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedToken
 
 
 def checked(value: Any, name: str) -> str:
-    """`value`, if it is a text; raises ValueError otherwise."""
+    """`value`, if it is a text. Raises ValueError otherwise."""
     if not isinstance(value, str) or value != value.encode(errors="replace").decode():
         raise ValueError(f'"{name}" is no text')
     return value

@@ -22,14 +22,8 @@ from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE
 from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, check_kind, context_of
@@ -57,8 +51,7 @@ getLogger("accelerate").setLevel("ERROR")
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if there is no such
-    model."""
+    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if there is none."""
     for folder in files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name))):
         if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
@@ -66,10 +59,9 @@ def find_model(name: str | Path) -> Path:
         if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         names = sorted(path.name for path in files.MODELS.glob("*") if path.is_dir())
-        raise UserError(
-            f"there is no model {str(name)!r}, neither in {files.MODELS.name}/ nor as a path; available: "
-            f"{', '.join(names) or 'none'}. Download models with downloadModel.py; a hub id is owner/name"
-        )
+        where = f"neither in {files.MODELS.name}/ nor as a path; available: {', '.join(names) or 'none'}"
+        remedy = "Download models with downloadModel.py; a hub id is owner/name"
+        raise UserError(f"there is no model {str(name)!r}, {where}. {remedy}")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
@@ -86,10 +78,8 @@ def weight_files(folder: Path) -> list[Path]:
     if os.path.isfile(folder / SAFETENSORS_SINGLE_FILE):
         return [folder / SAFETENSORS_SINGLE_FILE]
     if not os.path.isfile(index):
-        raise UserError(
-            f"{folder} has no .safetensors weights, and no other format is loaded; "
-            "download the model again with its safetensors files"
-        )
+        remedy = "download the model again with its safetensors files"
+        raise UserError(f"{folder} has no .safetensors weights, and no other format is loaded; {remedy}")
     with library_errors(f"{index} does not list any weights", "download it again"):
         names = set(read_json(index)["weight_map"].values())
         outside = [name for name in names if Path(name).name != name]
@@ -122,8 +112,7 @@ def default_for(target: str, role: str) -> str | None:
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes that a model's weights take in `dtype`. Reads only the headers of the files. Raises UserError if a file is
-    shorter than its header says."""
+    """Bytes of a model's weights in `dtype`, by the headers of its files. Raises UserError for one that is cut off."""
     count = 0
     for file in weight_files(folder):
         errors = library_errors(f"{file} cannot be read as safetensors", "download it again")
@@ -137,9 +126,8 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     """Bytes that a model needs in addition to its weights to read `tokens` tokens in one forward: float32 logits and
     the tensors computed from them, keys and values, and activations."""
     hidden = config.hidden_size
-    return WORKING_MEMORY + tokens * (
-        3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden
-    )
+    floats = 3 * config.vocab_size + 2 * hidden * config.num_hidden_layers + 16 * hidden
+    return WORKING_MEMORY + 4 * tokens * floats
 
 
 @dataclass(frozen=True)
@@ -184,10 +172,8 @@ def load_model(
     check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     size = config.get_text_config().vocab_size
     if size < len(tokenizer):
-        raise UserError(
-            f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
-            "together; download both again from one place"
-        )
+        counts = f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}"
+        raise UserError(f"{counts}: they do not belong together; download both again from one place")
     with memory_errors(folder, device), library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -205,10 +191,9 @@ def load_model(
     wrong = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
     wrong += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
     if wrong:
-        raise UserError(
-            f"{folder}: config.json and the weights do not match ({min(wrong)} is missing, unexpected or "
-            "has another shape); download both again from the same source"
-        )
+        why = f"{min(wrong)} is missing, unexpected or has another shape"
+        remedy = "download both again from the same source"
+        raise UserError(f"{folder}: config.json and the weights do not match ({why}); {remedy}")
     loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
     if loaded.is_spread:
         places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
@@ -264,11 +249,10 @@ def choose_devices(
     if weights <= sum(room.values()):
         return {"device_map": "auto", "max_memory": {numbered(name): size for name, size in room.items()}}
     of_batch = f", with {gigabytes(caches)} for the KV caches of the batch," if caches else ""
-    raise UserError(
-        f"{folder.name} needs about {gigabytes(weights + working)} in {dtype}{of_batch} and {device} has "
-        f"{gigabytes(free)} free{' and others too little' if spread else ''}; use "
-        f"{'a smaller --batch, ' * bool(caches)}a smaller dtype (--dtype bfloat16) or a smaller model"
-    )
+    room_left = f"{device} has {gigabytes(free)} free{' and others too little' if spread else ''}"
+    needs = f"{folder.name} needs about {gigabytes(weights + working)} in {dtype}{of_batch} and {room_left}"
+    batch = "a smaller --batch, " if caches else ""
+    raise UserError(f"{needs}; use {batch}a smaller dtype (--dtype bfloat16) or a smaller model")
 
 
 def numbered(device: str) -> int | str:
@@ -317,10 +301,9 @@ def check_tokenizers(
     if vocab == draft_vocab:
         return
     token, index = min(vocab - draft_vocab or draft_vocab - vocab, key=lambda item: item[1])
-    raise UserError(
-        f"the tokenizers of {names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)}) differ, first "
-        f"at id {index} ({token!r}); name two models that share one tokenizer"
-    )
+    both = f"{names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)})"
+    first = f"first at id {index} ({token!r})"
+    raise UserError(f"the tokenizers of {both} differ, {first}; name two models that share one tokenizer")
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -40,7 +40,7 @@ def write_random(name: str) -> str:
     folder = files.MODELS / f"random-{shape}"
     if (folder / "config.json").exists():
         return folder.name
-    check_disk(files.MODELS, 2 * weights_of(shape))
+    check_disk(files.MODELS, 2 * weight_count(shape))
     with new_folder(folder) as written:
         random_model(shape).save_pretrained(written)
         for file in (files.MODELS / TOKENIZER).glob("*token*.json"):
@@ -53,14 +53,13 @@ def write_random(name: str) -> str:
     return folder.name
 
 
-def weights_of(shape: str) -> int:
+def weight_count(shape: str) -> int:
     """The number of weights of a shape, but for norms and biases."""
     hidden, layers, _ = SHAPES[shape]
     return 12 * layers * hidden**2 + 2 * VOCABULARY * hidden
 
 
 def config_of(shape: str) -> GPTNeoXConfig:
-    """The configuration of a shape."""
     hidden, layers, heads = SHAPES[shape]
     return GPTNeoXConfig(
         vocab_size=VOCABULARY,

@@ -87,10 +87,8 @@ def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if it does not exist."""
     path = files.DATASETS / FOLDERS.get(name, name)
     if name in FOLDERS and not path.exists():
-        raise UserError(
-            f"the data set {name!r} is not in datasets/{path.name}; get it with downloadData.py ({name}), or use "
-            "--dataset sample"
-        )
+        remedy = f"get it with downloadData.py ({name}), or use --dataset sample"
+        raise UserError(f"the data set {name!r} is not in datasets/{path.name}; {remedy}")
     if name in FOLDERS or os.path.isfile(path / MANIFEST):
         return path
     path = Path(os.path.abspath(os.path.expanduser(name)))
@@ -180,10 +178,9 @@ def read_questions(name: str) -> list[Question]:
     counts = Counter(question.category for question in questions)
     for question in questions:
         if counts[question.category] == 1:
-            raise UserError(
-                f"--prompts {file}, line {question.line}: category {question.category!r} has only this prompt, and a "
-                "comparison needs two; add one, or use another category"
-            )
+            alone = f"category {question.category!r} has only this prompt, and a comparison needs two"
+            remedy = "add one, or use another category"
+            raise UserError(f"--prompts {file}, line {question.line}: {alone}; {remedy}")
     return questions
 
 
@@ -193,10 +190,8 @@ def find_prompts(name: str) -> Path:
         return Path(os.path.expanduser(name))
     file = files.DATASETS / SETS[name]
     if not file.is_file():
-        raise UserError(
-            f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
-            "--prompts sample"
-        )
+        remedy = f"get it with downloadData.py ({name}), or use --prompts sample"
+        raise UserError(f"--prompts {name}: there is no datasets/{SETS[name]}; {remedy}")
     return file
 
 
@@ -245,9 +240,8 @@ def encode_chat(
     answers: to all questions but the last. Raises UserError if there is no template, or if it fails.
     """
     if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
-        )
+        remedy = "give the question with --prompt, or name an instruct model"
+        raise UserError(f"the tokenizer of {model} has no chat template; {remedy}")
     chat = []
     for question, answer in itertools.zip_longest(questions, answers):
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

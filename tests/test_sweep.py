@@ -16,7 +16,6 @@ from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from report import figures
 from report.runTables import batch_table, sweep_table
-from report.tables import cells
 from utils import Sampling
 
 DRAW = Sampling(1.0, 0, 1.0)
@@ -76,7 +75,8 @@ def test_what_was_not_measured_is_a_dash():
     plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
     lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
     table = sweep_table({"flags": {}, "models": {}}, lines, {"plain": plain, "rows": [row]})
-    assert cells(table)[3] == "1" and "nan" not in "".join(cells(table)) and cells(table).count("-") == 8
+    cells = [str(cell) for row in table.rows for cell in row]
+    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 8
 
 
 # Over batches.
@@ -138,7 +138,7 @@ def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     drafter = LookupDrafter(61) if lookup else ModelDrafter(near(target))
     cells = sweep.samplers(target, drafter, token_rule, batches=True)
     methods = {name: as_timed(sampler, CONDITIONS["maxLen"], DRAW, None) for name, sampler in cells.items()}
-    sweep.measure_batches(PROMPTS, methods, target, drafter, DRAW, CONDITIONS, 2, 0, "cpu", lines.append)
+    sweep.measure_batches(helpers.SINGLE_INPUTS, PROMPTS, methods, target, drafter, DRAW, CONDITIONS, lines.append)
     cells = [(line["batch"], line["method"], line["repeat"]) for line in lines if line["kind"] == "queue"]
     methods = ["target", "gamma 1", "gamma 2", "costAware"]
     assert sorted(cells) == sorted((batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods)
