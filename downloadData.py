@@ -113,9 +113,8 @@ def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str
 
 
 def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
-    """Save WikiText-2 in its raw form, all splits; returns the commit and {split: rows}. Each row is a line.
-
-    The hub's Parquet files are verified, and stay in `<folder>.incomplete` until all have come."""
+    """Save WikiText-2 in its raw form, a row for each line; returns the commit and {split: rows}. The hub's Parquet
+    files are verified, and stay in `<folder>.incomplete` until all have come."""
     from datasets import load_dataset
 
     repository = hub.list_repository(WIKITEXT, kind="dataset")
@@ -131,9 +130,8 @@ def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
 
 
 def write_pg19(folder: Path, books: int) -> tuple[str, dict[str, int]]:
-    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}.
-
-    They are streamed: only the row groups of the Parquet file that hold them are fetched."""
+    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}. They are streamed:
+    only the row groups of the Parquet file that hold them are fetched."""
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     from datasets import Dataset, DatasetDict, load_dataset

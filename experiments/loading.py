@@ -101,7 +101,6 @@ class Inputs:
         return {role for role, model in models_of(self.settings).items() if model == name}
 
     def device_of(self, role: str) -> str:
-        """The device of a role's model."""
         return self.draft_device if role == "draft" else self.device
 
     def ends(self, row: int, token: int) -> bool:

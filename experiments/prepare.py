@@ -68,8 +68,9 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
         inputs.stride = chosen.stride if chosen.stride < inputs.window else inputs.window // 2
-        passages = [corpus.passages(chosen.sentence_limit)[: chosen.sentences] for corpus in corpora]
-        inputs.texts = [(c, texts.tokenize(p, tokenizer, shortest.context)) for c, p in zip(corpora, passages)]
+        for corpus in corpora:
+            passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer)
+            inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))
         if not any(ids for _, ids in inputs.texts):
             raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
     if measuring.audit:
@@ -133,10 +134,8 @@ def find_models(settings: Settings) -> dict[str, Path]:
 def translation_of(
     settings: Settings, folders: dict[str, Path], tokenizer: PreTrainedTokenizerBase
 ) -> Translation | None:
-    """The translation to the draft's tokenizer; None if all models share the target's `tokenizer`.
-
-    Raises UserError for a model that must share it, and for what needs a draft that does.
-    """
+    """The translation to the draft's tokenizer; None if all models share the target's `tokenizer`. Raises UserError for
+    a model that must share it, and for what needs a draft that does."""
     of_draft, measuring = None, settings.measuring
     for role, folder in folders.items():
         other = load_tokenizer(folder)

@@ -37,10 +37,8 @@ COMPARED = {
 
 
 def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
-    """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
-
-    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist.
-    """
+    """The record and the lines of one of `runs`, which are those of the file `path`, by its name, or by a number: 1 for
+    the newest, 2 for the one before. Raises UserError for a run that does not exist."""
     by_name = {run["run"]: (run, lines) for run, lines in runs}
     if name not in by_name and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
         name = runs[-int(name[:9])][0]["run"]

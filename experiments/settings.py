@@ -147,10 +147,8 @@ def choose_defaults(args: argparse.Namespace) -> None:
         args.draft = "lookup"  # No draft model is needed.
         print(end="" if args.target else f"No target named: using {pair[0]}.\n")
     if not args.target and not args.draft:
-        print(
-            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
-            + ("" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia.")
-        )
+        more = "" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia."
+        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft).{more}")
         args.mid = default_for(pair[0], "mid")
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
     args.head = args.head or default_for(args.target, "head")
@@ -217,22 +215,9 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
 
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
-    """{flag: message} of the flags among `words` that have no effect in a run with these settings."""
-    of_guessing, read, messages = flags_of(Decoding), fields_read(settings), {}
-    for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
-        if name not in FLAGS:
-            continue  # It is the value of a flag.
-        purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
-        if purpose and not is_asked_for(settings):
-            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
-        elif name in of_guessing and of_guessing[name].name not in read:
-            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
-    return messages
-
-
-def fields_read(settings: Settings) -> set[str]:
-    """The fields of `Decoding` that the methods read when they are built, with stand-ins for models."""
-    read = set()
+    """{flag: message} of the flags among `words` that have no effect in a run with these settings. Fields of `Decoding`
+    have one if a method reads them when it is built with stand-ins for models."""
+    of_guessing, read, messages = flags_of(Decoding), set(), dict[str, str]()
 
     class Watched(Decoding):
         def __getattribute__(self, name: str) -> Any:
@@ -248,4 +233,13 @@ def fields_read(settings: Settings) -> set[str]:
     build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
     build(settings.measuring.names, models, decoding)
-    return read | ({"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set())
+    read |= {"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set()
+    for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
+        if name not in FLAGS:
+            continue  # It is the value of a flag.
+        purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
+        if purpose and not is_asked_for(settings):
+            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
+        elif name in of_guessing and of_guessing[name].name not in read:
+            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
+    return messages

@@ -70,11 +70,8 @@ def checked(value: Any, name: str) -> str:
 
 
 def ids_after(ids: list[int], prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids of the text after a prompt, which is text or ids, and `ids` in tokens.
-
-    Both are encoded as one text. Raises ValueError if that does not give the prompt's ids, or if decoding does not give
-    the text back: then its tokens are not known.
-    """
+    """The token ids of the text after a prompt (text, or ids), which is `ids` in tokens; both are encoded as one text.
+    Raises ValueError if that does not give the prompt's ids, or if decoding does not give the text back."""
     is_text = isinstance(prompt, str)
     whole = (prompt if is_text else decoded(ids, tokenizer)) + checked(text, "text")
     plain = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]

@@ -105,10 +105,8 @@ def flags_of(part: Any) -> dict[str, Field[Any]]:
 
 
 def add_flags(parser: Parser, first: Any, part: type, **lists: str) -> None:
-    """Add the flags of a dataclass to a parser, as a group with the first line of its docstring as title.
-
-    first: the group of the flags that most people need. lists: what the helps name in braces.
-    """
+    """Add the flags of a dataclass to a parser, as a group with the first line of its docstring as title. first: the
+    group of the flags that most people need. lists: what the helps name in braces."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(part)).body if isinstance(node, ast.ClassDef))
     helps = {  # {field: the docstring below it}
         above.target.id: " ".join(below.value.value.split())
@@ -143,10 +141,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def visible(shown: str, keep: str = "\n") -> str:
-    """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`.
-
-    Text of models, files and users then cannot move the cursor, colour the screen or hide.
-    """
+    """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`. Text of models
+    and users then cannot move the cursor, colour the screen or hide."""
     return "".join(
         c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in shown

@@ -20,11 +20,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
-
-    The text is written beside it and flushed to the disk. Then that file takes the name. Raises OSError; then `path` is
-    unchanged, and the temporary file is removed.
-    """
+    """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new. The text
+    is written beside it and flushed; then that file takes the name. Raises OSError, and leaves `path` unchanged."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}") as folder:
         temporary = Path(folder) / path.name
         with open(temporary, "w", encoding="utf-8") as file:

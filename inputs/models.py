@@ -307,11 +307,8 @@ def check_tokenizers(
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a text of the model in a folder.
-
-    Those that transformers' `generate` stops at: one or several of generation_config.json, or else of config.json. And
-    the tokenizer's own. Raises UserError if no file names any.
-    """
+    """The tokens that end a text of the model in a folder: those that transformers' `generate` stops at, which are in
+    generation_config.json or else in config.json, and the tokenizer's own. Raises UserError if no file names any."""
     named: object = None
     for file in folder / "generation_config.json", folder / "config.json":
         if named is None and file.is_file():
