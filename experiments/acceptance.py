@@ -82,10 +82,8 @@ def overlaps_of(
 
 
 def chances_on_path(guesses: Guesses, p: Tensor, last: int) -> list[list[float]]:
-    """`chances` of the children of each node on the accepted path of a round, from the root to `last`.
-
-    guesses: of a single row. p `[nodes + 1, V]`: the target's distribution after the root and after each guess.
-    """
+    """`chances` of the children of each node on the accepted path of a round, from the root to `last`. guesses: of a
+    single row. p `[nodes + 1, V]`: the target's distribution after the root and after each guess."""
     parents: Sequence[int] = guesses.tree.parents if guesses.tree else range(guesses.drafts.shape[1])
     path = [last]
     while path[0]:

@@ -15,13 +15,12 @@ OVERALL = "overall (Spec-Bench's mean)"
 
 
 def categories(texts: Iterable[TimedText]) -> list[str]:
-    """The categories of some texts, in order. Empty if their prompts have none."""
+    """In order. Empty if the prompts have none."""
     return list(dict.fromkeys(text["category"] for text in texts if "category" in text))
 
 
 def by_category(texts: Sequence[TimedText]) -> dict[str, list[dict[str, Any]]]:
-    """`summarize` of the texts of each category, and of all texts as OVERALL. Each row has "specBench" too, the
-    speed-up of `spec_bench`."""
+    """`summarize` of the texts of each category, and of all as OVERALL; in each row "specBench" too (`spec_bench`)."""
     groups = {category: [text for text in texts if text["category"] == category] for category in categories(texts)}
     return {
         category: [row | {"specBench": spec_bench(group, row["method"])} for row in summarize(group)]

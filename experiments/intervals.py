@@ -116,11 +116,9 @@ def speedup(
 def summarize(
     texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[QueueFigures] = ()
 ) -> list[dict[str, Any]]:
-    """One row of figures for each method, in order.
-
-    Medians with intervals or ranges over prompts and repeats; the speed-up over `baseline` is the median of paired
-    throughput ratios. queues: those of the texts, if there are any. Then both are of queues.
-    """
+    """One row of figures for each method, in order: medians with intervals or ranges over prompts and repeats. The
+    speed-up over `baseline` is the median of paired throughput ratios. queues: those of the texts, if there are any;
+    then throughput and speed-up are of queues."""
     rows, timed = [], queues or texts
     for name in dict.fromkeys(text["method"] for text in texts):
         of_method: list[Any] = [text for text in texts if text["method"] == name]

@@ -101,7 +101,6 @@ class Inputs:
         return {role for role, model in models_of(self.settings).items() if model == name}
 
     def device_of(self, role: str) -> str:
-        """The device of a role's model."""
         return self.draft_device if role == "draft" else self.device
 
     def ends(self, row: int, token: int) -> bool:
@@ -131,8 +130,7 @@ class Inputs:
         return models
 
     def in_order(self, roles: Container[str] | None = None) -> list[tuple[str, Path]]:
-        """(role, folder) of the models in the order in which they are loaded: the target, which may be spread, takes
-        what memory the others leave."""
+        """(role, folder) in the order of loading: the target, which may be spread, takes what the others leave."""
         chosen = [(role, folder) for role, folder in self.folders.items() if roles is None or role in roles]
         return sorted(chosen, key=lambda pair: pair[0] == "target")
 
@@ -167,8 +165,7 @@ class Inputs:
         return sizes
 
     def load_as_timed(self, dtype: str) -> LoadedModels:
-        """Load the models in `dtype`: compiled if the flags say so and text is generated; prints how long that took. No
-        measurement includes it."""
+        """Load the models in `dtype`, compiled if the flags say so and text is generated. No timing includes it."""
         models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
         if any(METHODS[name].engine == "generate" for name in self.settings.measuring.names):
             # Now, because compiling packs the layers.
@@ -256,10 +253,9 @@ def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
 
     def check_memory(needed: float) -> None:
         if needed > (free := available_memory(str(target.device))):
-            raise UserError(
-                f"{target.name} cannot draft for itself: its copy needs about {gigabytes(needed)} more and "
-                f"{target.device} has {gigabytes(free)} free; use a smaller --dtype or target, or another --draft"
-            )
+            short = f"its copy needs about {gigabytes(needed)} more and {target.device} has {gigabytes(free)} free"
+            remedy = "use a smaller --dtype or target, or another --draft"
+            raise UserError(f"{target.name} cannot draft for itself: {short}; {remedy}")
 
     def follow(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
         check_memory(ROUNDING * max(sizes))  # Only now, as codes that are on the disk need not be made.

@@ -1,5 +1,4 @@
-"""What `test.py` measures with models that are loaded: speed, diversity and perplexity. Each line of results is passed
-to `append` as it comes."""
+"""What `test.py` measures: speed, diversity and perplexity. Each line of results is passed to `append` as it comes."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
 
 
 def conditions_of(inputs: Inputs, mode: str, length: int, sampling: Sampling) -> Conditions:
-    """The conditions of the lines of a mode. length: of the prompts."""
+    """length: of the prompts."""
     return {
         "dtype": inputs.dtype,
         "promptLen": length,
@@ -57,11 +56,10 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             if measuring.sweep == "batch":
                 cells = sweep.samplers(target, drafter, verify, batches=True)
                 methods = {name: as_timed(sampler, max_len, sampling, None) for name, sampler in cells.items()}
-                options = sampling, conditions, measuring.repeats_of(mode), seed, inputs.device
-                sweep.measure_batches(prompts, methods, target, drafter, *options, append)
+                sweep.measure_batches(inputs, prompts, methods, target, drafter, sampling, conditions, append)
                 continue
             # The costs from which theory predicts speed.
-            costs = sweep.sweep_costs(prompts, target, drafter, sampling, verify, max_len, seed, inputs.device, spread)
+            costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
             append({"kind": "costs", "of": "sweep", **conditions, **costs})
             samplers |= sweep.samplers(target, drafter, verify)
         if mode == "compare" and decoding.acceptance is None:
@@ -73,9 +71,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
                 append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
         programs = [name for name in names if METHODS[name].engine]
         with other_methods(inputs, models, programs, prompts, sampling, max_len, append) as others:
-            ends = (
-                None if others else inputs.ends
-            )  # Other programs write texts of full length, and then all methods do.
+            ends = None if others else inputs.ends  # Other programs write texts of full length: then all methods do.
             methods = {name: as_timed(sampler, max_len, sampling, ends) for name, sampler in samplers.items()}
             time_group(inputs, methods | dict(others), prompts, conditions, append)
 
@@ -144,35 +140,20 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
                 texts += written
                 figures += measured
                 bar.update(len(prompts))
-            append(
-                {
-                    "kind": "diversity",
-                    "dtype": inputs.text_dtype,
-                    "method": name,
-                    "repeatable": repeatable(name, settings.decoding),
-                    "input": digest(prompts),
-                    "sha256": digest(texts),
-                    "prompts": len(prompts),
-                    "texts": len(figures),
-                    "maxLen": max_len,
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "each": figures,
-                }
-            )
+            known = {"repeatable": repeatable(name, settings.decoding), "input": digest(prompts)}
+            counts = {"prompts": len(prompts), "texts": len(figures), "maxLen": max_len}
+            drawn_at = {"temperature": sampling.temperature, "top_p": sampling.top_p}
+            line: Any = {"kind": "diversity", "dtype": inputs.text_dtype, "method": name, "sha256": digest(texts)}
+            append(line | known | counts | drawn_at | {"each": figures})
 
 
 def measure_perplexity(inputs: Inputs, models: LoadedModels, append: Append) -> None:
-    """Perplexity of each corpus: of each of its texts, with their mean, and of the whole corpus, read in windows. A
-    document of one token has none."""
+    """Perplexity of each text of a corpus, and of the corpus read in windows. A document of one token has none."""
     spread = inputs.processes.mapped
     for corpus, passages in inputs.texts:
         target, draft = models["target"], models["draft"]
-        shared = {
-            "dtype": inputs.text_dtype,
-            "sentenceLimit": inputs.settings.texts.sentence_limit,
-            "corpus": corpus.name,
-        }
+        limit = inputs.settings.texts.sentence_limit
+        shared = {"dtype": inputs.text_dtype, "sentenceLimit": limit, "corpus": corpus.name}
         name = visible(corpus.name, "")
         if passages:
             scores = spread(lambda ids: PPL.perplexities(ids, target, draft), passages)

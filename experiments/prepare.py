@@ -9,36 +9,16 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
-from downloadModel import is_hub_id, on_first_use
+from downloadModel import download_model, downloaded_folder, is_hub_id
 from experiments import diversity
 from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
+from inputs import models, texts
 from inputs.auditTexts import read_texts
 from inputs.devices import check_device, pick_dtype
-from inputs.models import (
-    ModelLimits,
-    check_tokenizers,
-    end_tokens,
-    find_model,
-    holds_head,
-    load_tokenizer,
-    model_limits,
-    most_frequent,
-)
+from inputs.models import find_model, holds_head, load_tokenizer
 from inputs.randomModels import write_random
-from inputs.texts import (
-    Corpus,
-    Question,
-    choose_prompts,
-    encode,
-    encode_chat,
-    encode_turn,
-    load_corpora,
-    read_prompts,
-    read_questions,
-    tokenize,
-)
 from methods.catalogue import METHODS
 from methods.otherTokenizer import Translation
 from utils import UserError
@@ -52,17 +32,16 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     # Devices and texts first: they are checked sooner than models.
     device, draft_device, dtype, text_dtype = where_to_run(settings, processes)
     if measuring.ppl or settings.prompts_from_corpora:
-        corpora = load_corpora(chosen.dataset, chosen.books)
+        corpora = texts.load_corpora(chosen.dataset, chosen.books)
         if not any(corpus.passages(chosen.sentence_limit) for corpus in corpora):
-            raise UserError(
-                f"no text of {chosen.dataset} has {chosen.sentence_limit} characters; lower --sentenceLimit"
-            )
-    named = read_prompts(chosen.prompt, chosen.prompt_file)
-    questions = [] if chosen.prompts is None else read_questions(chosen.prompts)
+            length = f"{chosen.sentence_limit} characters"
+            raise UserError(f"no text of {chosen.dataset} has {length}; lower --sentenceLimit")
+    named = texts.read_prompts(chosen.prompt, chosen.prompt_file)
+    questions = [] if chosen.prompts is None else texts.read_questions(chosen.prompts)
     # The models' folders, and their tokenizers.
     folders = processes.in_turn(lambda: find_models(settings))
     tokenizer = load_tokenizer(folders["target"])
-    ends = end_tokens(folders["target"], tokenizer)
+    ends = models.end_tokens(folders["target"], tokenizer)
     translation = translation_of(settings, folders, tokenizer)
     inputs = Inputs(
         settings=replace(settings, decoding=replace(settings.decoding, translation=translation)),
@@ -77,22 +56,22 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
         questions=questions,
     )
     # The texts in tokens, which must fit into the models' contexts.
-    limits = [model_limits(folder, tokenizer) for folder in folders.values()]
+    limits = [models.model_limits(folder, tokenizer) for folder in folders.values()]
     encode_prompts(inputs, named, corpora)
     slots = tokens_of_batch(inputs, limits)
     if translation is not None:  # The draft reads the same prompts in its own tokens.
-        slots = max(
-            slots, tokens_of_batch(inputs, [model_limits(folders["draft"], translation.tokenizer)], translation)
-        )
+        limits_of_draft = models.model_limits(folders["draft"], translation.tokenizer)
+        slots = max(slots, tokens_of_batch(inputs, [limits_of_draft], translation))
         if not measuring.audit:
             report_translation(inputs, translation)
     shortest = min(limits, key=lambda model: model.context)
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
         inputs.stride = chosen.stride if chosen.stride < inputs.window else inputs.window // 2
-        passages = [corpus.passages(chosen.sentence_limit)[: chosen.sentences] for corpus in corpora]
-        inputs.texts = [(c, tokenize(p, tokenizer, shortest.context)) for c, p in zip(corpora, passages)]
-        if not any(texts for _, texts in inputs.texts):
+        for corpus in corpora:
+            passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer)
+            inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))
+        if not any(ids for _, ids in inputs.texts):
             raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
     if measuring.audit:
         inputs.audited = read_texts(measuring.audit, tokenizer, shortest)
@@ -100,13 +79,12 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     inputs.tokens = max([slots, *audited, chosen.window if inputs.texts else 0])
     inputs.slots = slots if settings.rows > 1 else 0
     if settings.models.draft_vocab:
-        inputs.frequent = most_frequent(settings.models.draft_vocab, tokenizer, ends)
+        inputs.frequent = models.most_frequent(settings.models.draft_vocab, tokenizer, ends)
     return inputs
 
 
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str, str]:
-    """The device, the draft's, and the dtypes where speed is measured and elsewhere. Raises UserError for those that
-    cannot be used."""
+    """The device, the draft's, and the dtypes where speed is measured and elsewhere. Raises UserError."""
     choice, measuring = settings.models, settings.measuring
     programs = {METHODS[name].engine for name in measuring.names} - {""}
     for what, asked in (
@@ -139,8 +117,11 @@ def find_models(settings: Settings) -> dict[str, Path]:
         raise UserError(f"--head {choice.head} is a model, not a trained head; train one with scripts/trainHead.py")
     names = {role: write_random(name) for role, name in names.items() if name not in ("self", "head")}
     in_order = sorted(dict.fromkeys(names.values()), key=is_hub_id)  # A wrong name is found before a large download.
-    by_name = {name: find_model(on_first_use(name, choice.offline)) for name in in_order}
-    for name, folder in by_name.items():
+    by_name = {}
+    for name in in_order:
+        by_name[name] = folder = find_model(
+            downloaded_folder(name) or download_model(name, offline=choice.offline) if is_hub_id(name) else name
+        )
         if holds_head(folder):
             raise UserError(f"{name} is a trained head, not a model; give it as --head {name} --draft head")
     folders = {role: by_name[name] for role, name in names.items()}
@@ -153,32 +134,26 @@ def find_models(settings: Settings) -> dict[str, Path]:
 def translation_of(
     settings: Settings, folders: dict[str, Path], tokenizer: PreTrainedTokenizerBase
 ) -> Translation | None:
-    """The translation to the draft's tokenizer; None if all models share the target's `tokenizer`.
-
-    Raises UserError for a model that must share it, and for what needs a draft that does.
-    """
+    """The translation to the draft's tokenizer; None if all models share the target's `tokenizer`. Raises UserError for
+    a model that must share it, and for what needs a draft that does."""
     of_draft, measuring = None, settings.measuring
     for role, folder in folders.items():
         other = load_tokenizer(folder)
         if role == "draft" and other.get_vocab() != tokenizer.get_vocab():
             of_draft = other
         else:
-            check_tokenizers(tokenizer, other, (folders["target"].name, folder.name))
+            models.check_tokenizers(tokenizer, other, (folders["target"].name, folder.name))
     if of_draft is None:
         return None
     names, methods = (folders["target"].name, folders["draft"].name), [METHODS[name] for name in measuring.names]
+    trees = settings.decoding.tree or any(method.grows_trees for method in methods)
+    programs = any(method.engine and method.needs for method in methods)
     contrasts = "so they cannot be contrasted (in --contrastive, --diversity, --compare all); leave that out or name a "
     for clash, why in (
         (settings.models.draft_vocab, "so it guesses only the tokens that both have; leave out --draftVocab"),
         (any(method.contrasts for method in methods), f"{contrasts}draft that shares the target's"),
-        (
-            settings.decoding.tree or any(method.grows_trees for method in methods),
-            "so it grows no trees of guesses (tree, topDown, --tree); name other methods",
-        ),
-        (
-            any(method.engine and method.needs for method in methods),
-            "so other programs cannot use it; name other methods, or one by one",
-        ),
+        (trees, "so it grows no trees of guesses (tree, topDown, --tree); name other methods"),
+        (programs, "so other programs cannot use it; name other methods, or one by one"),
         (measuring.ppl and not measuring.modes, "so their perplexities cannot be compared; leave out --ppl"),
     ):
         if clash:
@@ -198,50 +173,52 @@ def report_translation(inputs: Inputs, translation: Translation) -> None:
     )
 
 
-def encode_prompts(inputs: Inputs, named: list[str], corpora: list[Corpus]) -> None:
+def encode_prompts(inputs: Inputs, named: list[str], corpora: list[texts.Corpus]) -> None:
     """Choose the prompts, and those of --diversity, which may be the same. named: prompts that a flag names. Each turn
     of --prompts is a prompt, after the shortest answers. Raises UserError for fewer prompts than rows of the batch."""
-    settings, texts, tokenizer = inputs.settings, inputs.settings.texts, inputs.tokenizer
+    settings, choice, tokenizer = inputs.settings, inputs.settings.texts, inputs.tokenizer
     rows, model = list[list[int]](), settings.models.target
     if not settings.continues and not settings.measuring.diversity:
         return
     if inputs.questions:
-        rows = [encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
-    elif texts.questions or settings.output.chat:
-        questions = texts.questions or ["."]
-        rows = [encode_chat(questions, ["."] * (len(questions) - 1), tokenizer, model)]
+        rows = [texts.encode_turn(question, ["."] * turn, tokenizer, model) for question, turn in inputs.turns]
+    elif choice.questions or settings.output.chat:
+        questions = choice.questions or ["."]
+        rows = [texts.encode_chat(questions, ["."] * (len(questions) - 1), tokenizer, model)]
     elif named:
-        rows = encode(named, tokenizer)
+        rows = texts.encode(named, tokenizer)
     if settings.measuring.diversity:
-        inputs.article = rows or encode(diversity.PROMPTS, tokenizer)
+        inputs.article = rows or texts.encode(diversity.PROMPTS, tokenizer)
     if settings.continues and rows:
         inputs.prompts = {max(map(len, rows)): rows}
     elif settings.continues:
-        chosen = texts.prompt_lengths, texts.sentence_limit, texts.sentences
-        inputs.prompts = choose_prompts(tokenizer, corpora, *chosen)
+        chosen = choice.prompt_lengths, choice.sentence_limit, choice.sentences
+        inputs.prompts = texts.choose_prompts(tokenizer, corpora, *chosen)
     batch, count = settings.measuring.batch or 1, min(map(len, inputs.prompts.values()), default=0)
     if settings.measuring.timed and count < batch:
-        more = "raise --sentences" if texts.from_corpora else "give more"
+        more = "raise --sentences" if choice.from_corpora else "give more"
         raise UserError(f"--batch {batch} needs at least {batch} prompts, and there are {count}; {more}")
 
 
-def tokens_of_batch(inputs: Inputs, models: Sequence[ModelLimits], translation: Translation | None = None) -> int:
-    """The most tokens that a batch can have. translation: to the tokens of `models`. Raises UserError, which names the
-    line of --prompts, unless the models can read the prompts of each mode and the tokens that follow."""
+def tokens_of_batch(
+    inputs: Inputs, limits: Sequence[models.ModelLimits], translation: Translation | None = None
+) -> int:
+    """The most tokens that a batch can have. translation: to the tokens of the models. Raises UserError, which names
+    the line of --prompts, unless the models can read the prompts of each mode and the tokens that follow."""
     settings, max_len_of = inputs.settings, inputs.settings.sampling.max_len_of
     translate: Callable[[list[int]], list[int]] = translation.row if translation else list
     answer = max_len_of(ANSWERS)  # In the prompt of a later turn, each answer before it is as long as it may be.
-    turns: list[tuple[Question | None, int]] = [*inputs.turns] or [(None, 0)] * len(inputs.rows)
+    turns: list[tuple[texts.Question | None, int]] = [*inputs.turns] or [(None, 0)] * len(inputs.rows)
     most, rows = 0, [translate(row + turn * answer * row[-1:]) for row, (_, turn) in zip(inputs.rows, turns)]
     for mode in settings.measuring.modes:
-        texts = list(map(translate, inputs.article)) if mode == "diversity" else rows
+        read = list(map(translate, inputs.article)) if mode == "diversity" else rows
         try:
-            check_room(texts, max_len_of(mode), models)
+            check_room(read, max_len_of(mode), limits)
         except UserError as error:
             question, turn = max(zip(rows, turns), key=lambda pair: len(pair[0]))[1] if rows else (None, 0)
             if question is None:
                 raise
             after = f", turn {turn + 1} after answers of {answer} tokens" if turn else ""
             raise UserError(f"--prompts {settings.texts.prompts}, line {question.line}{after}: {error}") from None
-        most = max(most, settings.rows * (max_len_of(mode) + max(map(len, texts))))
+        most = max(most, settings.rows * (max_len_of(mode) + max(map(len, read))))
     return most

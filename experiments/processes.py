@@ -87,8 +87,7 @@ class Processes:
         return self.exchange([value])
 
     def in_turn(self, work: Callable[[], T]) -> T:
-        """Run `work()` first in process 0, then in one process of each other machine, then in the rest, so that a
-        download, say, is never done twice at once."""
+        """Run `work()`, such as a download, first in process 0, then in one of each other machine, then in the rest."""
         for turn in range(3):
             if turn == (0 if self.index == 0 else 1 if self.local == 0 else 2):
                 result = work()
@@ -96,8 +95,7 @@ class Processes:
         return result
 
     def own_device(self, name: str | None) -> str:
-        """The device that this process uses if `--device` is `name`: a GPU of its own, or the CPU. Raises UserError
-        if there is no such device."""
+        """The device of this process if `--device` is `name`: a GPU of its own, or the CPU. Raises UserError."""
         gpus = torch.cuda.device_count()
         if self.count == 1 or name == "cpu" or (name is None and not gpus):
             return pick_device(name)
@@ -142,10 +140,9 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
             processes.exchange([])
         except BaseException as error:
             if not processes.over:  # The others are told in their next exchange.
+                failure = UserError(f"process {processes.index} of {processes.count}: {one_line(error)}")
                 with contextlib.suppress(UserError):
-                    processes.exchange(
-                        [UserError(f"process {processes.index} of {processes.count}: {one_line(error)}")]
-                    )
+                    processes.exchange([failure])
             raise
         processes.over = True
         torch.distributed.destroy_process_group()

@@ -37,10 +37,8 @@ COMPARED = {
 
 
 def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
-    """The record and the lines of a run, by its name, or by a number: 1 for the newest, 2 for the one before.
-
-    runs: of results.jsonl, whose path is `path`. Raises UserError for a run that does not exist.
-    """
+    """The record and the lines of one of `runs`, which are those of the file `path`, by its name, or by a number: 1 for
+    the newest, 2 for the one before. Raises UserError for a run that does not exist."""
     by_name = {run["run"]: (run, lines) for run, lines in runs}
     if name not in by_name and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
         name = runs[-int(name[:9])][0]["run"]
@@ -50,20 +48,14 @@ def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
     return by_name[name]
 
 
-def check_run(run: RunLine, lines: Sequence[Line]) -> None:
-    """Raise UserError if a run cannot be repeated and compared."""
+def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
+    """The command line with all flags of a run's record, including the device, and the folder `out` for its results.
+    Raises UserError if the run cannot be repeated and compared."""
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
-        raise UserError(
-            f"--rerun: run {run['run']} cannot be compared: it ended before anything was measured, "
-            "or was written by a version that recorded no hashes"
-        )
-
-
-def flags_of_run(run: RunLine, out: str) -> list[str]:
-    """The command line with all flags of a run's record, including the device, and the folder `out` for its
-    results."""
+        why = "it ended before anything was measured, or was written by a version that recorded no hashes"
+        raise UserError(f"--rerun: run {run['run']} cannot be compared: {why}")
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
     words: list[str] = []
@@ -113,9 +105,8 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
     if lacking := [key for key in old if key not in fresh]:
         sentences.append(f"{len(lacking)} were not measured again, first {describe(lacking[0])}.")
     if clocked := sum(name_of_kind(line) in COMPARED and not is_repeatable(line) for line in lines):
-        sentences.append(
-            f"{clocked} are left out: the guesses of costAware and --tree auto follow the clock, and their texts too."
-        )
+        why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too"
+        sentences.append(f"{clocked} are left out: {why_not}.")
     return sentences, same and not lacking
 
 
@@ -144,7 +135,6 @@ def agree(old: object, new: object) -> bool:
 
 
 def describe(key: Key) -> str:
-    """A key in words."""
     return ", ".join([key[0], *(f"{name} {value}" for name, value in zip(COMPARED[key[0]][1], key[1:]))])
 
 

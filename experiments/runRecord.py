@@ -10,6 +10,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any, cast
 
@@ -64,11 +65,8 @@ def run_record(inputs: Inputs, models: LoadedModels, argv: Sequence[str]) -> Run
 def devices(
     processes: Processes, device: str, machine: Mapping[str, Any], models: Mapping[str, ModelRecord], texts: str
 ) -> list[dict[str, str]]:
-    """The host, the device and the processor of each process.
-
-    machine, device: of this process. texts: the digest of what is read. Raises UserError if something that decides
-    tokens or times is not the same in all of them.
-    """
+    """The host, the device and the processor of each process. machine, device: of this one. texts: the digest of what
+    is read. Raises UserError if something that decides tokens or times is not the same in all of them."""
     same = {"device": machine["processor"], **{name: machine[name] for name in ("torch", "transformers", "numpy")}}
     if device == "cpu":
         same["threads"] = machine["threads"]  # Sums are split over them, so rounding follows their number.
@@ -79,11 +77,9 @@ def devices(
     for index, (process, values) in enumerate(gathered):
         for name, value in expected.items():
             if values[name] != value:
-                raise UserError(
-                    f"the processes differ in {name}: {value} in process 0 ({first['host']}), "
-                    f"{values[name]} in process {index} ({process['host']}); the results would depend on which process "
-                    "computes which text"
-                )
+                hosts = f"{value} in process 0 ({first['host']}), {values[name]} in process {index} ({process['host']})"
+                why = "the results would depend on which process computes which text"
+                raise UserError(f"the processes differ in {name}: {hosts}; {why}")
     return [process for process, _ in gathered]
 
 
@@ -128,8 +124,11 @@ def code_version() -> str:
 
 def machine(device: str) -> dict[str, Any]:
     """The processor (on a GPU, the GPU), the threads, and the versions."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
-        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor_name(),
+        "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": platform.platform(),
@@ -139,15 +138,6 @@ def machine(device: str) -> dict[str, Any]:
         "numpy": numpy.__version__,
         "cuda": torch.version.cuda,
     }
-
-
-def processor_name() -> str:
-    """The name of the CPU: from Linux's /proc/cpuinfo, otherwise from Python's platform module."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def model_record(name: str, version: str, model: CachedModel) -> ModelRecord:

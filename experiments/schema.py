@@ -22,8 +22,6 @@ Positions = Sequence[Sequence[float]]
 
 
 class ModelRecord(TypedDict):
-    """A model of a run."""
-
     name: str
     version: str  # identifies its weights
     parameters: int
@@ -89,8 +87,6 @@ class Conditions(TypedDict):
 
 
 class SpeedLine(Conditions, TimedText):
-    """One timed text."""
-
     kind: Literal["speed"]
     repeatable: bool  # flags and seed fix its tokens
 
@@ -124,8 +120,6 @@ class SweepCosts(TypedDict):
 
 
 class CostsLine(Conditions, SweepCosts):
-    """The costs measured by --sweep at one temperature."""
-
     kind: Literal["costs"]
     of: Literal["sweep"]
 
@@ -164,8 +158,6 @@ class StepLine(Conditions):
 
 
 class DiversityLine(TypedDict):
-    """Texts of a method and how varied they are."""
-
     kind: Literal["diversity"]
     dtype: str
     method: str
@@ -181,8 +173,6 @@ class DiversityLine(TypedDict):
 
 
 class TextPerplexityLine(TypedDict):
-    """Perplexities of the texts of a corpus."""
-
     kind: Literal["ppl"]
     of: Literal["text"]
     dtype: str
@@ -250,8 +240,6 @@ class TrialConditions(TypedDict):
 
 
 class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
-    """The tests of the texts that a method drew."""
-
     kind: Literal["lossless"]
     test: Literal["drawn"]
     method: str
@@ -289,8 +277,6 @@ class GreedyFigures(TypedDict):
 
 
 class GreedyLine(GreedyFigures):
-    """The greedy texts of a method in one dtype."""
-
     kind: Literal["lossless"]
     test: Literal["greedy"]
     method: str
@@ -299,9 +285,7 @@ class GreedyLine(GreedyFigures):
 
 
 TokenPlace = dict[str, int]  # of an audited token: "line" of the file, "position" in the text from 1, "token": its id
-Power = dict[
-    str, float
-]  # the least "surprise" and "variation" that an audit would have seen (`lossless.audit.power_of`)
+Power = dict[str, float]  # the least "surprise" and "variation" that an audit would see (`lossless.audit.power_of`)
 
 
 class AuditFigures(EvidenceFigures):
@@ -330,8 +314,6 @@ class GreedyAuditFigures(GreedyFigures):
 
 
 class AuditSource(TypedDict):
-    """The audited texts."""
-
     file: str
     sha256: str  # digest of all prompts and texts
     dtype: str  # the target's here
@@ -342,15 +324,11 @@ class AuditSource(TypedDict):
 
 
 class AuditLine(AuditSource, AuditFigures):
-    """The audit of drawn texts."""
-
     kind: Literal["lossless"]
     test: Literal["audit"]
 
 
 class GreedyAuditLine(AuditSource, GreedyAuditFigures):
-    """The audit of greedy texts."""
-
     kind: Literal["lossless"]
     test: Literal["greedyAudit"]
 

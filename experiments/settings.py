@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, SamplingChoice, TextChoice, read_flags
 from inputs.commandLine import filled, flags_of
-from inputs.models import default_head, default_mid, default_pair
+from inputs.models import default_for, default_pair
 from inputs.starting import Something
 from methods.catalogue import METHODS, Role, build, check_roles, choose
 from methods.samplers import Decoding, tree_choice
@@ -56,7 +56,9 @@ class Settings:
     def flags(self) -> dict[str, Any]:
         """{flag: value}, for the run's record."""
         parts = ((part, name, declared) for part in vars(self).values() for name, declared in flags_of(part).items())
-        return {name: recorded(getattr(part, declared.name)) for part, name, declared in parts}
+        values = {name: getattr(part, declared.name) for part, name, declared in parts}
+        values |= {name: list(value) or None for name, value in values.items() if isinstance(value, tuple)}
+        return values | {name: str(value) for name, value in values.items() if isinstance(value, Path)}
 
     @property
     def rows(self) -> int:
@@ -98,22 +100,14 @@ class Settings:
         return self.decoding.gamma_of("fixed", self.decoding.lookup) if shared else self.decoding.gamma
 
 
-def recorded(value: Any) -> Any:
-    """The value of a flag as a JSON value."""
-    return str(value) if isinstance(value, Path) else list(value) or None if isinstance(value, tuple) else value
-
-
 def parse(argv: Sequence[str], again: bool = False) -> Settings:
-    """The settings of the flags `argv`. Raises UserError for invalid flags. again: the flags are those of a record,
-    which has all of them."""
+    """The settings of the flags `argv`. Raises UserError. again: the flags are those of a record, which has all."""
     args = read_flags(argv)
     complete = bool(args.rerun or args.check)  # Nothing else is to be chosen.
     args.promptLen = sorted(set(args.promptLen))
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not complete:
-        choose_modes(args)
-        args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
-        name_models(args)
+        choose_defaults(args)
     values = vars(args)
     models, decoding, measuring = (filled(part, values) for part in (ModelChoice, Decoding, Measuring))
     groups, played = ({}, None) if complete else methods_of(args, models.roles)
@@ -132,8 +126,8 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     return settings
 
 
-def choose_modes(args: argparse.Namespace) -> None:
-    """Set what is measured by default. Raises UserError for modes that exclude each other."""
+def choose_defaults(args: argparse.Namespace) -> None:
+    """Set the modes and models that were not named. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
         args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
         if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
@@ -144,10 +138,7 @@ def choose_modes(args: argparse.Namespace) -> None:
     for single in "lossless", "audit":
         if single in modes and len(modes) > 1:
             raise UserError(f"--{single} cannot be combined with other modes")
-
-
-def name_models(args: argparse.Namespace) -> None:
-    """Fill in the models that were not named."""
+    args.sentences = args.sentences or (10 if args.lossless is None else TEXTS)
     if args.mid and not args.draft:
         raise UserError("--mid needs a draft as well: name one with --draft")
     pair = default_pair()
@@ -156,13 +147,11 @@ def name_models(args: argparse.Namespace) -> None:
         args.draft = "lookup"  # No draft model is needed.
         print(end="" if args.target else f"No target named: using {pair[0]}.\n")
     if not args.target and not args.draft:
-        print(
-            f"No models named: using {pair[0]} (target) and {pair[1]} (draft)."
-            + ("" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia.")
-        )
-        args.mid = default_mid(pair)
+        more = "" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia."
+        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft).{more}")
+        args.mid = default_for(pair[0], "mid")
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
-    args.head = args.head or default_head(args.target)
+    args.head = args.head or default_for(args.target, "head")
 
 
 def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:
@@ -217,7 +206,7 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield models.draft_device == "auto", "--draftDevice auto: a draft is on one device; name it"
     restricted = "a draft restricted by --draftVocab has no perplexity: it gives most tokens none"
     yield models.draft_vocab and measuring.ppl, f"{restricted}; leave out --ppl or --draftVocab"
-    unused = models.head != default_head(models.target) and "head" not in (models.draft, *measuring.names)
+    unused = models.head != default_for(models.target, "head") and "head" not in (models.draft, *measuring.names)
     yield unused, "--head is for the method head and for --draft head; add one of them or leave it out"
     scores = "--mid head: a head reads what the target has read, and scores no guesses; name another model"
     yield models.mid == "head", scores
@@ -227,22 +216,9 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
 
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
-    """{flag: message} of the flags among `words` that have no effect in a run with these settings."""
-    of_guessing, read, messages = flags_of(Decoding), fields_read(settings), {}
-    for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
-        if name not in FLAGS:
-            continue  # It is the value of a flag.
-        purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
-        if purpose and not is_asked_for(settings):
-            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
-        elif name in of_guessing and of_guessing[name].name not in read:
-            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
-    return messages
-
-
-def fields_read(settings: Settings) -> set[str]:
-    """The fields of `Decoding` that the methods read when they are built, with stand-ins for models."""
-    read = set()
+    """{flag: message} of the flags among `words` that have no effect in a run with these settings. Fields of `Decoding`
+    have one if a method reads them when it is built with stand-ins for models."""
+    of_guessing, read, messages = flags_of(Decoding), set(), dict[str, str]()
 
     class Watched(Decoding):
         def __getattribute__(self, name: str) -> Any:
@@ -258,4 +234,13 @@ def fields_read(settings: Settings) -> set[str]:
     build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
     build(settings.measuring.names, models, decoding)
-    return read | ({"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set())
+    read |= {"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set()
+    for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
+        if name not in FLAGS:
+            continue  # It is the value of a flag.
+        purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
+        if purpose and not is_asked_for(settings):
+            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
+        elif name in of_guessing and of_guessing[name].name not in read:
+            messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
+    return messages

@@ -111,15 +111,12 @@ def time_texts(
     turns = [(repeat, index) for repeat in range(repeats) for index in ([-1] if batch else singles)]
     size, long = batch or 1, [max(prompts, key=len), *prompts]
 
-    def caller(method: Timed) -> Callable[[tuple[int, int], bool], Written]:
-        def call(turn: tuple[int, int], warming: bool) -> Written:
-            repeat, index = turn
-            texts = (long[:size] if warming else prompts) if batch else [prompts[index]]
-            numbered = range(len(texts)) if batch else [index]
-            generators = [generator_of(seed, device, repeat, number) for number in numbered]
-            return method(texts, generators, size, WARM if warming else None)
-
-        return call
+    def call(method: Timed, turn: tuple[int, int], warming: bool) -> Written:
+        repeat, index = turn
+        texts = (long[:size] if warming else prompts) if batch else [prompts[index]]
+        numbered = range(len(texts)) if batch else [index]
+        generators = [generator_of(seed, device, repeat, number) for number in numbered]
+        return method(texts, generators, size, WARM if warming else None)
 
     for _ in range(warm_up if turns else 0):
         for method in methods.values():
@@ -130,7 +127,7 @@ def time_texts(
         """The seconds of all rounds. In a queue, one lasts longer where the next prompt is read: that is no stall."""
         return [] if batch else [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
 
-    calls = {name: caller(method) for name, method in methods.items()}
+    calls = {name: partial(call, method) for name, method in methods.items()}
     for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, seed, device, rounds_of):
         timed = []
         for number, tokens, record in zip(itertools.count(0 if batch else index), texts, records):
@@ -155,23 +152,20 @@ def time_steps(
     seconds: dict[Key, list[float]] = {key: [] for key in steps}
     latest = dict.fromkeys(steps, 0.0)
 
-    def caller(key: Key) -> Callable[[Hashable, bool], list[float]]:
-        def call(turn: Hashable, warming: bool) -> list[float]:
-            start = time.perf_counter()
-            while warming and latest[key] < LONG and time.perf_counter() - start < WARM_SECONDS:
-                steps[key]()
-                synchronize(device)
-            if warming:
-                return []
-            start = time.perf_counter()
-            result = steps[key]()
+    def call(key: Key, turn: Hashable, warming: bool) -> list[float]:
+        start = time.perf_counter()
+        while warming and latest[key] < LONG and time.perf_counter() - start < WARM_SECONDS:
+            steps[key]()
             synchronize(device)
-            latest[key] = time.perf_counter() - start
-            return [result if isinstance(result, float) else latest[key]]
+        if warming:
+            return []
+        start = time.perf_counter()
+        result = steps[key]()
+        synchronize(device)
+        latest[key] = time.perf_counter() - start
+        return [result if isinstance(result, float) else latest[key]]
 
-        return call
-
-    for key, _, took, _ in in_turns({key: caller(key) for key in steps}, turns, seed, device, list):
+    for key, _, took, _ in in_turns({key: partial(call, key) for key in steps}, turns, seed, device, list):
         seconds[key] += took
     return seconds
 

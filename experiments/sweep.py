@@ -8,7 +8,7 @@ included. Beside it stands the costAware rule, which chooses gamma itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
 from experiments.acceptance import expectations, expected_chain, improvement, overlaps_of
 from experiments.intervals import interval, speedup, summarize, tested_and_passed
+from experiments.loading import Inputs
 from experiments.schema import Append, BatchCostsLine, Conditions, Line, QueueLine, SweepCosts, TimedText, of_kind
 from experiments.settings import BATCHES
 from experiments.speed import Timed, time_steps, time_texts
@@ -50,31 +51,26 @@ def samplers(target: Model, drafter: Drafter, verify: VerificationRule, batches:
 
 
 def sweep_costs(
-    prompts: Sequence[list[int]],
+    inputs: Inputs,
+    prompts: list[list[int]],
     target: CachedModel,
     drafter: Drafter,
-    sampling: Sampling,
     verify: VerificationRule,
+    sampling: Sampling,
     max_len: int,
-    seed: int,
-    device: str,
-    spread: Callable[..., Iterable[Any]] = map,
 ) -> SweepCosts:
-    """The costs and the alpha from which theory predicts speed. spread: applies a function to each item, as the builtin
-    `map`.
+    """The costs and the alpha from which theory predicts speed.
 
     alpha is the mean overlap of p and q over the contexts in which a guess was tested, with ALPHA_GAMMA guesses in a
     round; nan if none was. It is less noisy than counting accepted guesses: a context counts with its probability of
     acceptance, not with the outcome of one draw. The overlaps by position need rounds as long as the longest of GAMMAS.
     Such rounds visit other contexts, where the mean overlap is another, so alpha comes from texts of its own.
     """
-    longest = max(GAMMAS)
+    longest, device, spread = max(GAMMAS), inputs.device, inputs.processes.mapped
+    options = prompts, device, sampling, max_len, None, inputs.settings.measuring.seed, spread
     (scoring,) = spread(lambda prompt: step_costs(prompt, target, sampling, device, longest, REPEATS), prompts[:1])
     guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
-    for_alpha, by_position = (
-        overlaps_of(partial(guessing, gamma=Fixed(n)), prompts, device, sampling, max_len, None, seed, spread)
-        for n in (ALPHA_GAMMA, longest)
-    )
+    for_alpha, by_position = (overlaps_of(partial(guessing, gamma=Fixed(n)), *options) for n in (ALPHA_GAMMA, longest))
     alpha = expectations(for_alpha["overlap_by_position"])["overlap"]
     return {"alpha": alpha, "scoring": scoring, "overlap_by_position": by_position["overlap_by_position"]}
 
@@ -118,20 +114,19 @@ def step_costs(
 
 
 def measure_batches(
-    prompts: Sequence[list[int]],
+    inputs: Inputs,
+    prompts: list[list[int]],
     methods: Mapping[str, Timed],
     target: CachedModel,
     drafter: Drafter,
     sampling: Sampling,
     conditions: Conditions,
-    repeats: int,
-    seed: int,
-    device: str,
     append: Append,
 ) -> None:
     """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
     prompts are used cyclically, each text with a seed of its own."""
-    gamma, drafts = max(BATCH_GAMMAS), drafter.models[:1]
+    gamma, drafts, device = max(BATCH_GAMMAS), drafter.models[:1], inputs.device
+    seed, repeats = inputs.settings.measuring.seed, inputs.settings.measuring.repeats_of("sweep")
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
             costs = step_costs(prompts[0], target, sampling, device, gamma, BATCH_REPEATS, batch, drafts)

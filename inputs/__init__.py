@@ -1,2 +1,1 @@
-"""The user's input, read and checked: command lines, models, tokenizers, texts, prompts, and files of a hub. Invalid
-input raises a `UserError` of one line."""
+"""The user's input, read and checked: flags, models, texts, and files of a hub. What is invalid raises `UserError`."""

@@ -27,8 +27,7 @@ class AuditText:
 
 
 def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> list[AuditText]:
-    """The texts of a file, at least one. Raises UserError, which names the line, for what `model` cannot have
-    written."""
+    """The texts of a file, at least one. Raises UserError, which names the line, for one that `model` cannot write."""
 
     def parse(number: int, fields: Any) -> AuditText:
         """The text of a line. Raises ValueError for a line that cannot be used."""
@@ -64,18 +63,15 @@ def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedToken
 
 
 def checked(value: Any, name: str) -> str:
-    """`value`, if it is a text; raises ValueError otherwise."""
+    """`value`, if it is a text. Raises ValueError otherwise."""
     if not isinstance(value, str) or value != value.encode(errors="replace").decode():
         raise ValueError(f'"{name}" is no text')
     return value
 
 
 def ids_after(ids: list[int], prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The token ids of the text after a prompt, which is text or ids, and `ids` in tokens.
-
-    Both are encoded as one text. Raises ValueError if that does not give the prompt's ids, or if decoding does not give
-    the text back: then its tokens are not known.
-    """
+    """The token ids of the text after a prompt (text, or ids), which is `ids` in tokens; both are encoded as one text.
+    Raises ValueError if that does not give the prompt's ids, or if decoding does not give the text back."""
     is_text = isinstance(prompt, str)
     whole = (prompt if is_text else decoded(ids, tokenizer)) + checked(text, "text")
     plain = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]

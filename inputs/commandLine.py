@@ -1,5 +1,4 @@
-"""The common part of the scripts' command lines: types of flags, text that is safe to show, errors of one line, exit
-codes."""
+"""The scripts' command lines: types of flags, text that is safe to show, errors of one line, exit codes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
-from functools import cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -40,29 +39,26 @@ def script_parser(prog: str, docstring: str | None) -> Parser:
     return Parser(prog=prog, description=docstring, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def parse_whole(value: str, least: int, most: int) -> int:
-    """`value` as a whole number. `int` alone also takes 1_000, other scripts' digits, and any length."""
-    if not re.fullmatch("[+-]?[0-9]{1,30}", value) or not least <= int(value) <= most:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, not {value[:40]!r}")
-    return int(value)
+# What `int` and `float` may read: they alone also take 1_000, other scripts' digits, nan, and any length.
+DIGITS = {int: "[+-]?[0-9]{1,30}", float: r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"}
 
 
-def parse_number(value: str, least: float, most: float) -> float:
-    """`value` as a number that is not nan."""
-    decimal = re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", value)
-    if not decimal or not least <= float(value) <= most:
-        raise argparse.ArgumentTypeError(f"must be a number from {least:g} to {most:g}, not {value[:40]!r}")
-    return float(value)
+def bounded(value: str, kind: type, least: float, most: float) -> Any:
+    """`value` as a number of type `kind`. Raises ArgumentTypeError unless it is one from `least` to `most`."""
+    if not re.fullmatch(DIGITS[kind], value) or not least <= kind(value) <= most:
+        what = f"a whole number from {least} to {most}" if kind is int else f"a number from {least:g} to {most:g}"
+        raise argparse.ArgumentTypeError(f"must be {what}, not {value[:40]!r}")
+    return kind(value)
 
 
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number from `least` to `most`."""
-    return partial(parse_whole, least=least, most=most)
+    return partial(bounded, kind=int, least=least, most=most)
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """The type of a flag that takes a number from `least` to `most`, not nan."""
-    return partial(parse_number, least=least, most=most)
+    return partial(bounded, kind=float, least=least, most=most)
 
 
 def text(value: str) -> str:
@@ -108,28 +104,21 @@ def flags_of(part: Any) -> dict[str, Field[Any]]:
     return {f.metadata.get("name", name): f for f, name in names.items() if f.metadata}
 
 
-@cache
-def helps_of(part: type) -> dict[str, str]:
-    """{field of a dataclass: the docstring below it}."""
+def add_flags(parser: Parser, first: Any, part: type, **lists: str) -> None:
+    """Add the flags of a dataclass to a parser, as a group with the first line of its docstring as title. first: the
+    group of the flags that most people need. lists: what the helps name in braces."""
     (body,) = (node.body for node in ast.parse(inspect.getsource(part)).body if isinstance(node, ast.ClassDef))
-    return {
+    helps = {  # {field: the docstring below it}
         above.target.id: " ".join(below.value.value.split())
         for above, below in pairwise(body)
         if isinstance(above, ast.AnnAssign) and isinstance(above.target, ast.Name)
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
     }
-
-
-def add_flags(parser: Parser, first: Any, part: type, **lists: str) -> None:
-    """Add the flags of a dataclass to a parser, as a group with the first line of its docstring as title.
-
-    first: the group of the flags that most people need. lists: what the helps name in braces.
-    """
     title = (part.__doc__ or "").partition("\n")[0].rstrip(".")
     group = parser.add_argument_group(title[0].lower() + title[1:])
     for name, declared in flags_of(part).items():
         options: dict[str, Any] = {key: value for key, value in declared.metadata.items() if key not in OWN}
-        text, default, words = helps_of(part)[declared.name].format(**lists), declared.default, options.get("choices")
+        text, default, words = helps[declared.name].format(**lists), declared.default, options.get("choices")
         for word, rule in words.items() if isinstance(words, Mapping) else ():
             sentence = " ".join((rule.__doc__ or "").split()).partition(". ")[0].rstrip(".")
             text += f" {word}: {sentence}."
@@ -152,10 +141,8 @@ def counted(count: int, noun: str) -> str:
 
 
 def visible(shown: str, keep: str = "\n") -> str:
-    """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`.
-
-    Text of models, files and users then cannot move the cursor, colour the screen or hide.
-    """
+    """`shown` with every character escaped that is not printable, not a kind of space and not in `keep`. Text of models
+    and users then cannot move the cursor, colour the screen or hide."""
     return "".join(
         c if c in keep or c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
         for c in shown

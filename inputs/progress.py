@@ -15,11 +15,8 @@ PAUSE = 30.0  # seconds between two lines
 
 
 class Bar(tqdm):
-    """A progress bar on a terminal. Elsewhere a line on stderr every PAUSE seconds, so that a log shows it too.
-
-    total: the steps of the work; None if unknown. Of several processes (`accelerate launch`) only the first shows
-    anything.
-    """
+    """A progress bar on a terminal. Elsewhere a line on stderr every PAUSE seconds, so that a log shows it too. Of
+    several processes (`accelerate launch`) only the first shows it. total: the steps of the work; None if unknown."""
 
     def __init__(self, what: str, total: int | None, unit: str = "") -> None:
         self.what, self.end = what, f"{unit}{f' of {total:,}' if total is not None else ''}"

@@ -16,7 +16,6 @@ from utils import UserError
 
 PREFIX = "random:"
 VOCABULARY = 50304
-SEED = 0
 TOKENIZER = "bundled-target"  # Its first tokens are those of text; the others never come from text.
 SHAPES = {
     #             hidden layers heads
@@ -40,7 +39,7 @@ def write_random(name: str) -> str:
     folder = files.MODELS / f"random-{shape}"
     if (folder / "config.json").exists():
         return folder.name
-    check_disk(files.MODELS, 2 * weights_of(shape))
+    check_disk(files.MODELS, 2 * weight_count(shape))
     with new_folder(folder) as written:
         random_model(shape).save_pretrained(written)
         for file in (files.MODELS / TOKENIZER).glob("*token*.json"):
@@ -53,14 +52,13 @@ def write_random(name: str) -> str:
     return folder.name
 
 
-def weights_of(shape: str) -> int:
+def weight_count(shape: str) -> int:
     """The number of weights of a shape, but for norms and biases."""
     hidden, layers, _ = SHAPES[shape]
     return 12 * layers * hidden**2 + 2 * VOCABULARY * hidden
 
 
 def config_of(shape: str) -> GPTNeoXConfig:
-    """The configuration of a shape."""
     hidden, layers, heads = SHAPES[shape]
     return GPTNeoXConfig(
         vocab_size=VOCABULARY,
@@ -83,7 +81,7 @@ def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForC
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(dtype)
     model = model.to_empty(device="cpu").eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(0)
     weights = list(model.named_parameters())
     for key, weight in followed(weights, f"making random:{shape}", len(weights)):
         if weight.dim() > 1:

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Anything(type):
-    """The type of `Something`, a class that stands for all a library has: its attributes and results are itself."""
+    """The type of `Something`, which stands for all a library has: its attributes and results are itself."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -35,8 +35,7 @@ class Something(metaclass=Anything):
 
 
 class Libraries:
-    """The finder and loader of a module that has every name, in the place of each that is installed and neither
-    Python's own nor the project's."""
+    """The finder and loader of a module that has every name, in the place of each that is a library's."""
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         top, loader = name.partition(".")[0], cast(Any, self)
@@ -60,7 +59,7 @@ def is_own(name: str) -> bool:
 
 
 def run(script: str, flags: str) -> int:
-    """Run `main` of the script (its file) and return the exit code. flags: the module whose `read_flags` reads them."""
+    """Run `main` of the script (its file) and return the exit code. flags: MODULE.FUNCTION that reads its flags."""
     name = os.path.basename(script)
     for variable in "HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT":
         if not os.environ.get(variable, "1").isdecimal():
@@ -89,11 +88,11 @@ def answered(name: str, flags: str) -> int:
     if any(variable.endswith(("WORLD_SIZE", "PMI_SIZE")) for variable in os.environ):
         return 0
     finder: Any = Libraries()
-    before = set(sys.modules)
+    before, (module_name, function) = set(sys.modules), flags.rsplit(".", 1)
     sys.meta_path.insert(0, finder)
     try:
-        read_flags, command = importlib.import_module(flags).read_flags, importlib.import_module("inputs.commandLine")
-        return command.as_command(name, lambda: read_flags(sys.argv[1:]) and None, "")
+        read, command = importlib.import_module(module_name), importlib.import_module("inputs.commandLine")
+        return command.as_command(name, lambda: getattr(read, function)(sys.argv[1:]) and None, "")
     except Exception:  # A module does more with a library than name its parts. Then the libraries are needed.
         return 0
     finally:

@@ -68,7 +68,16 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
     path = find_texts(name)
     label = name if name in FOLDERS else path.name
     if is_saved(path):
-        corpora = [Corpus(label, read_saved(path))]
+        from datasets import load_from_disk  # Importing it takes a second, and most runs do not need it.
+
+        what = f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test'"
+        with library_errors(what, "save one, or name a text file"):
+            saved = load_from_disk(str(path))
+            rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
+            rows = [row for row in rows if row is not None]
+            if any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):  # WikiText has one line in each row.
+                rows = [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
+        corpora = [Corpus(label, rows)]
     else:
         folder = (file for file in path.rglob("*") if file.suffix.lower() in ENDINGS and file.is_file())
         texts = [path] if path.is_file() else sorted(folder)
@@ -87,10 +96,8 @@ def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if it does not exist."""
     path = files.DATASETS / FOLDERS.get(name, name)
     if name in FOLDERS and not path.exists():
-        raise UserError(
-            f"the data set {name!r} is not in datasets/{path.name}; get it with downloadData.py ({name}), or use "
-            "--dataset sample"
-        )
+        remedy = f"get it with downloadData.py ({name}), or use --dataset sample"
+        raise UserError(f"the data set {name!r} is not in datasets/{path.name}; {remedy}")
     if name in FOLDERS or os.path.isfile(path / MANIFEST):
         return path
     path = Path(os.path.abspath(os.path.expanduser(name)))
@@ -109,11 +116,8 @@ def read(path: Path) -> str:
 
 
 def parse_lines(flag: str, file: Path, fields: str, parse: Callable[[int, Any], T]) -> list[T]:
-    """`parse(number of the line, its JSON value)` of each line of a file that is not blank. Raises UserError, which
-    names the flag and the line, for a line that is not JSON or of which `parse` raises ValueError.
-
-    fields: what a line has, in words.
-    """
+    """`parse(number of the line, its JSON value)` of each line of a file that is not blank. fields: what a line has, in
+    words. Raises UserError, which names flag and line, for one that is no JSON or where `parse` raises ValueError."""
     lines = [(number, line) for number, line in enumerate(read(file).split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{flag} {file} is empty; write one JSON object a line, with {fields}")
@@ -131,20 +135,6 @@ def parse_lines(flag: str, file: Path, fields: str, parse: Callable[[int, Any], 
 def is_saved(path: Path) -> bool:
     """Whether the `datasets` library's `save_to_disk` wrote this folder."""
     return any(os.path.exists(path / name) for name in ("dataset_dict.json", "dataset_info.json"))
-
-
-def read_saved(path: Path) -> list[str]:
-    """The documents of a folder written by `save_to_disk`. WikiText has one line in each row: its rows are joined."""
-    from datasets import load_from_disk  # Importing it takes a second, and most runs do not need it.
-
-    what = f"{path} is not a data set with a column 'text' and, if it has splits, a split 'test'"
-    with library_errors(what, "save one, or name a text file"):
-        saved = load_from_disk(str(path))
-        rows = (saved["test"] if hasattr(saved, "keys") else saved)["text"]
-        rows = [row for row in rows if row is not None]
-        if not any(HEADING.match(row.rstrip("\n")) for row in rows[:50]):
-            return rows
-        return [("" if any(row.endswith("\n") for row in rows) else "\n").join(rows)]
 
 
 @dataclass(frozen=True)
@@ -180,10 +170,9 @@ def read_questions(name: str) -> list[Question]:
     counts = Counter(question.category for question in questions)
     for question in questions:
         if counts[question.category] == 1:
-            raise UserError(
-                f"--prompts {file}, line {question.line}: category {question.category!r} has only this prompt, and a "
-                "comparison needs two; add one, or use another category"
-            )
+            alone = f"category {question.category!r} has only this prompt, and a comparison needs two"
+            remedy = "add one, or use another category"
+            raise UserError(f"--prompts {file}, line {question.line}: {alone}; {remedy}")
     return questions
 
 
@@ -193,10 +182,8 @@ def find_prompts(name: str) -> Path:
         return Path(os.path.expanduser(name))
     file = files.DATASETS / SETS[name]
     if not file.is_file():
-        raise UserError(
-            f"--prompts {name}: there is no datasets/{SETS[name]}; get it with downloadData.py ({name}), or use "
-            "--prompts sample"
-        )
+        remedy = f"get it with downloadData.py ({name}), or use --prompts sample"
+        raise UserError(f"--prompts {name}: there is no datasets/{SETS[name]}; {remedy}")
     return file
 
 
@@ -240,25 +227,17 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[lis
 def encode_chat(
     questions: Sequence[str], answers: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: str
 ) -> list[int]:
-    """Token ids of a conversation in the chat template of the model `model`, up to where its next answer begins.
-
-    answers: to all questions but the last. Raises UserError if there is no template, or if it fails.
-    """
+    """Token ids of a conversation in the chat template of `model`, up to where its next answer begins. answers: to all
+    questions but the last. Raises UserError if there is no template, or if it fails."""
     if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer of {model} has no chat template; give the question with --prompt, or name an instruct model"
-        )
+        remedy = "give the question with --prompt, or name an instruct model"
+        raise UserError(f"the tokenizer of {model} has no chat template; {remedy}")
     chat = []
     for question, answer in itertools.zip_longest(questions, answers):
         chat += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     # A template is a program. It may do anything but what its sandbox forbids.
     with library_errors(f"the chat template of {model} fails", "give the question with --prompt"):
         return tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
-
-
-def tokenize(passages: Sequence[str], tokenizer: PreTrainedTokenizerBase, context: int) -> list[list[int]]:
-    """Token ids of each passage of two tokens or more, cut to `context` tokens."""
-    return [ids[:context] for ids in encode(passages, tokenizer) if len(ids) > 1]
 
 
 def choose_prompts(

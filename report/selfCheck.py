@@ -27,7 +27,7 @@ from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, working_bytes
 from inputs.progress import Bar
-from inputs.randomModels import config_of, random_model, weights_of
+from inputs.randomModels import config_of, random_model, weight_count
 from methods.catalogue import build
 from report.tables import Table, name_of
 from utils import GREEDY
@@ -75,7 +75,7 @@ def about_memory(device: str) -> Iterator[str]:
     dtype, free = pick_dtype(device), available_memory(device)
     yield f"Free memory: {gigabytes(free)}. Weights are in {dtype} by default."
     for use, name in ("speed", dtype), ("perplexity", "float32"):
-        needed = sum(map(weights_of, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), WINDOW)
+        needed = sum(map(weight_count, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), WINDOW)
         fits = "which fits" if needed <= free else "which does not fit"
         if needed > free and use == "perplexity" and device.startswith("cuda"):
             fits = f"of which {gigabytes(needed - free)} stay in the CPU's memory"

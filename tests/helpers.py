@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import mmap
 import os
+from types import SimpleNamespace
 
 import torch
 from transformers import (
@@ -30,8 +31,12 @@ from decoding.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.kernels import loader
 from engine.quantised import Codes
+from experiments.flags import Measuring
+from experiments.processes import SINGLE
 from utils import probabilities, seen_after
 
+# What a sweep reads of `Inputs`.
+SINGLE_INPUTS = SimpleNamespace(device="cpu", processes=SINGLE, settings=SimpleNamespace(measuring=Measuring()))
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
 DRAWS = 200_000 if FULL else 10_000  # of a distribution test
 

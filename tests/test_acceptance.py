@@ -92,7 +92,7 @@ def test_overlaps_are_those_that_verification_meets():
     found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, None, 0)
     mean = watched_alpha(PROMPTS, target, draft, 40)
     assert expectations(found["overlap_by_position"])["overlap"] == pytest.approx(mean, abs=1e-5)
-    costs = sweep.sweep_costs(PROMPTS, target, draft, DRAW, token_rule, 40, 0, "cpu")
+    costs = sweep.sweep_costs(helpers.SINGLE_INPUTS, PROMPTS, target, draft, token_rule, DRAW, 40)
     assert costs["alpha"] == pytest.approx(mean, abs=1e-5) and len(costs["overlap_by_position"]) == 10
     assert costs["scoring"][0] == 1 and len(costs["scoring"]) == 11 and all(v > 0 for v in costs["scoring"])
 

@@ -248,11 +248,12 @@ def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(flags, wide_pai
         assert ", not finished" in shown and "target alone" in shown
 
 
-def test_a_model_that_does_not_fit_into_memory_is_one_line(run, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("step", ["safe_open", "AutoModelForCausalLM.from_pretrained"])
+def test_a_model_that_does_not_fit_into_memory_is_one_line(step, run, tmp_path, capsys, monkeypatch):
     def full(*_, **__):
         raise MemoryError("Cannot allocate memory")
 
-    monkeypatch.setattr("inputs.models.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr(f"inputs.models.{step}", full)
     run("", code=2)
     one_line(capsys, "does not fit into the memory of cpu", "smaller dtype or model")
     assert os.listdir(tmp_path) == []

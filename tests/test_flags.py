@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from experiments.flags import FLAGS, parser
-from inputs.commandLine import Parser, parse_whole
+from inputs.commandLine import Parser
 
 # Wrong for every flag that takes a number, or one of several words.
 SCRIBBLE = [
@@ -142,14 +142,14 @@ def table(parser, script):
 def kind_of(action, script):
     """What the declaration of a flag says is right and wrong, and what SPECIAL adds."""
     special = SPECIAL[script].get((action.option_strings or [action.dest])[-1], [])
-    limits = getattr(action.type, "keywords", None)
+    limits = dict(getattr(action.type, "keywords", {}))
     if not isinstance(special, list):
         return special
     if action.nargs == 0:
         return Switch
     if action.choices:
         return Choice(*map(str, action.choices))
-    return (Whole if action.type.func is parse_whole else Number)(**limits, more=special) if limits else Name()
+    return (Whole if limits.pop("kind") is int else Number)(**limits, more=special) if limits else Name()
 
 
 # Flags without which a script stops for another reason, or says which models it takes.

@@ -157,9 +157,10 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
         first = settings.parse(["--target", "t", "--draft", "d", *sum(values, [])])
     except UserError:  # Some do not go together.
         return
-    record = {"run": "r", "device": "cpu", "flags": json.loads(json.dumps(first.flags))}
+    record = {"run": "r", "device": "cpu", "models": {}, "flags": json.loads(json.dumps(first.flags))}
+    lines = [{"kind": "ppl", "of": "text", "corpus": "c", "ppl": {}}]
     device = first.models.device or "cpu"
-    again = settings.parse(rerun.flags_of_run(record, str(first.output.folder)), again=True)
+    again = settings.parse(rerun.flags_of_run(record, lines, str(first.output.folder)), again=True)
     assert again.flags == first.flags | {"device": device}
     assert again == replace(first, models=replace(first.models, device=device))
 

@@ -137,7 +137,7 @@ def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     drafter = LookupDrafter(61) if lookup else ModelDrafter(near(target))
     cells = sweep.samplers(target, drafter, token_rule, batches=True)
     methods = {name: as_timed(sampler, CONDITIONS["maxLen"], DRAW, None) for name, sampler in cells.items()}
-    sweep.measure_batches(PROMPTS, methods, target, drafter, DRAW, CONDITIONS, 2, 0, "cpu", lines.append)
+    sweep.measure_batches(helpers.SINGLE_INPUTS, PROMPTS, methods, target, drafter, DRAW, CONDITIONS, lines.append)
     cells = [(line["batch"], line["method"], line["repeat"]) for line in lines if line["kind"] == "queue"]
     methods = ["target", "gamma 1", "gamma 2", "costAware"]
     assert sorted(cells) == sorted((batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods)
