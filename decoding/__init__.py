@@ -1,2 +1,1 @@
-"""The parts of a round of speculative decoding: a model and its steps, the rows of a batch and their history, drafters,
-draft-length rules, and verification rules."""
+"""The parts of a round: a model and its steps, rows of a batch, drafters, draft-length rules, and verification rules."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 import torch
@@ -118,8 +119,9 @@ class Model(ABC):
             self.first_row = run[0]
             try:
                 lengths = [len(rows.prompts[rows.numbers[row]]) for row in run]
-                pairs = zip(rows.prompts[0][:-1], self.remembered if len(rows.prompts) == 1 else ())
-                known = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+                known = (
+                    len(commonprefix([rows.prompts[0][:-1], list(self.remembered)])) if len(rows.prompts) == 1 else 0
+                )
                 prompts = rows.padded_prompts(run).to(self.device)[:, known:]
                 logits.append(self.read_prompts(prompts, [length - known for length in lengths], known))
             finally:

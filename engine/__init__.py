@@ -1,2 +1,1 @@
-"""How a model runs: a Hugging Face causal language model, its KV cache addressed by position, and the graphs (compiled
-on a CPU, captured on a GPU) that replace eager forwards."""
+"""How a model runs: with a KV cache addressed by position; compiled, by kernels on a CPU and by graphs on a GPU."""

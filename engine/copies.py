@@ -117,12 +117,6 @@ class Copies:
         os.replace(draft, file)
 
 
-def rounded_copy(model: CachedModel, bits: int) -> CachedModel:
-    """A copy of `model` whose weights are rounded each by itself, without a text. It shares the model's KV cache."""
-    codes = {name: rounded(weight, bits) for name, weight in weights_of(model.model).items()}
-    return CachedModel(quantised_copy(model.model, codes), model.vocabulary, f"{model.name} in {bits} bits", model)
-
-
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight `[out, in]`} of the linear layers in the decoder's layers, in their order, and of the output layer.
     Raises RuntimeError for an unknown type of model."""

@@ -1,2 +1,1 @@
-"""What is measured and how: the flags and settings of a run, speed, sweeps over gamma, perplexity, diversity, the
-repetition of a run, and the machine it ran on."""
+"""What is measured, and how: flags, speed, sweeps, perplexity, diversity, and the record and repetition of a run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Generator, Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,7 +26,7 @@ from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.processes import Processes
 from experiments.settings import Settings
 from inputs.auditTexts import AuditText
-from inputs.devices import all_devices, available_memory
+from inputs.devices import available_memory
 from inputs.files import gigabytes
 from inputs.models import DTYPES, choose_devices, find_model, load_model, model_version, read_config, weight_bytes
 from inputs.progress import followed
@@ -139,29 +141,26 @@ class Inputs:
         are not timed: for them, layers of the target may stay in the CPU's memory."""
         device = self.device_of(role)
         if self.settings.models.device == "auto" and device == self.device:
-            return all_devices()
+            return [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), "cpu"]
         untimed = dtype == self.text_dtype != self.dtype
         return [device, "cpu"] if untimed and role == "target" and device.startswith("cuda") else []
 
     def check_memory(self, dtype: str, batches: bool, roles: Container[str] | None = None) -> None:
         """Raise UserError unless the models would fit in `dtype`, now that none is loaded."""
-        taken: dict[str, int] = {}
-        caches = self.caches(dtype) if batches else {}
+        caches, taken = Counter(self.caches(dtype) if batches else {}), Counter[str]()
         for role, folder in self.in_order(roles):
-            device = self.device_of(role)
-            of_caches, before = caches.get(device, 0), taken.get(device, 0)
-            spread = self.spread(role, dtype)
-            choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, of_caches, before)
-            taken[device] = before + weight_bytes(folder, DTYPES[dtype])
+            device, spread = self.device_of(role), self.spread(role, dtype)
+            used = caches[device], taken[device]
+            choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, *used)
+            taken[device] += weight_bytes(folder, DTYPES[dtype])
 
     def caches(self, dtype: str) -> dict[str, int]:
         """{device: bytes} of the KV caches of a batch. Empty if each text is decoded alone."""
-        sizes: dict[str, int] = {}
+        sizes = Counter[str]()
         for role, folder in self.folders.items() if self.slots else ():
             device = self.device_of(role)
             kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
-            size = cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
-            sizes[device] = sizes.get(device, 0) + size
+            sizes[device] += cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
         return sizes
 
     def load_as_timed(self, dtype: str) -> LoadedModels:

@@ -19,12 +19,8 @@ def pick_device(name: str | None = None) -> str:
     if name in (None, "auto"):  # With "auto", `load_model` may spread a model over several devices.
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and shutil.which("nvidia-smi"):
-            build = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-            print(
-                f"The CPU is used: torch {torch.__version__} (built {build}) cannot use this computer's NVIDIA GPU; "
-                "docs/troubleshooting.md has the remedies",
-                file=sys.stderr,
-            )
+            why = f"torch {torch.__version__} cannot use this computer's NVIDIA GPU; see docs/troubleshooting.md"
+            print(f"The CPU is used: {why}", file=sys.stderr)
     check_device(name)
     if name.startswith("cuda:"):
         torch.cuda.set_device(name)  # Streams and events are made on the current device.
@@ -66,8 +62,3 @@ def available_memory(device: str) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
-
-
-def all_devices() -> list[str]:
-    """Every GPU, and the CPU."""
-    return [*(f"cuda:{i}" for i in range(torch.cuda.device_count())), "cpu"]

@@ -1,2 +1,1 @@
-"""The test of losslessness: statistical evidence from drawn texts, samplers with a planted mistake, and the run that
-tests both."""
+"""The test of losslessness: statistical evidence from drawn texts, and samplers with a planted mistake."""

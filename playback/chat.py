@@ -43,9 +43,6 @@ class Chat:
         self.context = min(model.context for model in models.values())
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.console = Console(highlight=False, soft_wrap=True)
-        self.forget()
-
-    def forget(self) -> None:
         self.questions, self.answers = list[str](), list[str]()
 
     def prompt(self) -> list[int]:
@@ -116,14 +113,14 @@ def chat(inputs: Inputs) -> int:
         conversation.questions = [SAMPLE]
         for _ in range(2):  # The first time warms up.
             _, rates["target"] = conversation.decode("target", SAMPLE_TOKENS, shown=False)
-        conversation.forget()
+        conversation.questions, conversation.answers = [], []
     for line in conversation.lines(inputs.settings.texts.questions):
         if line == "/quit":
             break
         if line in METHODS:
             method = METHODS[line]
         elif line == "/new":
-            conversation.forget()
+            conversation.questions, conversation.answers = [], []
         elif line.startswith("/"):
             print(HELP)
         elif line:

@@ -65,8 +65,8 @@ def about_device(device: str) -> Iterator[str]:
     if device.startswith("cuda"):
         yield "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
         if shutil.which("nvidia-smi"):
-            figures = "name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-            command = ["nvidia-smi", f"--query-gpu={figures}", "--format=csv"]
+            figures = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+            command = ["nvidia-smi", figures, "--format=csv"]
             yield subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 

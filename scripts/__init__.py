@@ -1,2 +1,1 @@
-"""Tools for maintainers, run as `python -m scripts.NAME`: they train the bundled models, keep records, and render the
-documentation and its figures."""
+"""Tools for maintainers (`python -m scripts.NAME`): they train models, keep records, and render the documentation."""

@@ -29,8 +29,9 @@ from transformers import (
 from decoding.lengthRules import LengthRule
 from decoding.tree import Tree
 from engine.cachedModel import CachedModel
+from engine.copies import weights_of
 from engine.kernels import loader
-from engine.quantised import Codes
+from engine.quantised import Codes, quantised_copy, rounded
 from experiments.flags import Measuring
 from experiments.processes import SINGLE
 from utils import probabilities, seen_after
@@ -159,3 +160,9 @@ def chi_square(samples, expected, vocabulary):
         largest = max(range(len(wanted)), key=wanted.__getitem__)
         wanted[largest], observed[largest] = wanted[largest] + rest[0], observed[largest] + rest[1]
     return chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue
+
+
+def rounded_copy(model, bits):
+    """A copy of `model` whose weights are rounded each by itself, without a text. It shares the model's KV cache."""
+    codes = {name: rounded(weight, bits) for name, weight in weights_of(model.model).items()}
+    return CachedModel(quantised_copy(model.model, codes), model.vocabulary, f"{model.name} in {bits} bits", model)

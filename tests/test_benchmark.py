@@ -8,6 +8,7 @@ import helpers
 import pytest
 import torch
 from conftest import ROOT
+from helpers import rounded_copy
 from test_faults import lines_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +20,6 @@ from decoding.treeRules import synthetic_tree
 from decoding.verification import synthetic, token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.intervals import summarize

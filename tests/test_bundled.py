@@ -5,10 +5,10 @@ import json
 import helpers
 import pytest
 import torch
+from helpers import rounded_copy
 from test_head import shifted
 
 import PPL
-from engine.copies import rounded_copy
 from engine.head import CONFIG, WEIGHTS, load_head
 from inputs.models import DTYPES, find_model, load_model, load_tokenizer, model_version
 from inputs.texts import load_corpora

@@ -9,6 +9,7 @@ import pytest
 import softwareCuda
 import torch
 from conftest import refused
+from helpers import rounded_copy
 from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
@@ -21,7 +22,6 @@ from decoding.verification import token_rule
 from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
 from engine.compiling import compiled
-from engine.copies import rounded_copy
 from engine.cpuModel import CpuModel
 from engine.head import HeadModel, HeadNetwork, load_head, save_head
 from methods import treeSampling as trees

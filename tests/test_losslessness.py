@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import few_mistakes
+from helpers import rounded_copy
 from scipy.stats import binom, chisquare, kstwo
 from test_otherTokenizer import letters
 from test_specSampling import PROMPTS, error, near
@@ -21,7 +22,6 @@ from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
-from engine.copies import rounded_copy
 from engine.sharedWeights import RestrictedModel
 from experiments import settings
 from experiments.flags import parser

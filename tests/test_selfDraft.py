@@ -11,6 +11,7 @@ import helpers
 import pytest
 import torch
 from conftest import few_mistakes, refused
+from helpers import rounded_copy
 from mistakes import always_accept, p_shifted, replace_from_p
 from outcomes import speculative_error
 from safetensors.torch import load_file, save_file
@@ -23,7 +24,7 @@ from decoding.verification import block_rule
 from engine import copies as engineCopies
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from engine.copies import Copies, rounded_copy, weights_of
+from engine.copies import Copies, weights_of
 from engine.quantised import BITS, Codes, Int4Linear, QuantisedLinear
 from engine.sharedWeights import sharing_copy
 from experiments import loading
