@@ -1,1 +1,1 @@
-"""The parts of a round: a model and its steps, rows of a batch, drafters, draft-length rules, and verification rules."""
+"""The parts of a round: a model and its steps, rows of a batch, drafters, draft-length rules, verification rules."""
