@@ -10,6 +10,7 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,7 @@ PARTS = (ModelChoice, Measuring, Decoding, SamplingChoice, TextChoice, Output)
 FLAGS = {name: declared for part in PARTS for name, declared in flags_of(part).items()}
 
 
+@cache
 def parser() -> Parser:
     result = Parser(
         prog="test.py",

@@ -140,7 +140,7 @@ def test_the_moving_picture_shows_any_text(tmp_path, text):
     rounds = {"rounds": [[[], [], [text]], [[text], [text], [text]]], "seconds": [0.1, 0.2]}
     record = json.loads((ROOT / "docs" / "records" / "rounds.json").read_text(encoding="utf-8"))
     record |= {"prompt": text, "texts": {"plain": rounds, "speculative": rounds}}
-    drawRounds.draw_rounds(record, tmp_path / "rounds.gif")
+    drawRounds.draw_rounds(record, tmp_path / "rounds.gif", comment="")
     assert (tmp_path / "rounds.gif").read_bytes().startswith(b"GIF89a")
 
 

@@ -20,6 +20,7 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
         modes=("speed",),
     )
     monkeypatch.setitem(catalogue.METHODS, "toy", toy)
+    monkeypatch.setattr(flags, "parser", flags.parser.__wrapped__)
     models = ["--target", "t", "--draft", "d"]
     assert settings.parse([*models, "--compare", "toy"]).measuring.groups == {"compare": ["target", "toy"]}
     assert settings.parse([*models, "--lossless", "toy"]).measuring.groups == {"lossless": ["toy"]}
