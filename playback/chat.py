@@ -18,6 +18,7 @@ from inputs.commandLine import visible
 from inputs.texts import encode_chat
 from methods.catalogue import build
 from playback.trace import Pieces
+from utils import UserError
 
 METHODS = {"/plain": "target", "/self": "speculative"}
 HELP = "/plain answers without guesses, /self with guesses again, /new forgets the conversation, /quit ends it."
@@ -35,9 +36,8 @@ class Chat:
             models = inputs.load_first()
         self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
         # {method: the models that read its text}. A draft with another tokenizer reads other tokens.
-        self.readers = {"target": [models["target"]], "speculative": list(models.values())}
-        if inputs.translation:
-            self.readers["speculative"] = self.readers["target"]
+        readers = [models["target"]] if inputs.translation else list(models.values())
+        self.readers = {"target": [models["target"]], "speculative": readers}
         self.generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
         self.max_len = self.settings.sampling.max_len_of("show")
         self.context = min(model.context for model in models.values())
@@ -54,8 +54,7 @@ class Chat:
             del self.questions[0], self.answers[0]
 
     def decode(self, method: str, max_len: int, shown: bool = True) -> tuple[list[int], float]:
-        """Decode an answer to the last question, until Ctrl-C at most. Returns its tokens, and tokens per second after
-        the first one."""
+        """Decode an answer, until Ctrl-C at most. Returns its tokens, and tokens per second after the first one."""
         count = itertools.count(1)  # of tokens
         tokens, times, pieces = list[int](), list[float](), Pieces(self.tokenizer)
 
@@ -107,13 +106,13 @@ class Chat:
 
 def chat(inputs: Inputs) -> int:
     """Answer each line that the user writes. Returns the exit code."""
-    conversation, method, rates = Chat(inputs), "speculative", dict[str, float]()
+    conversation, method, plain = Chat(inputs), "speculative", math.nan
     if conversation.terminal:
         print(HELP)
         conversation.questions = [SAMPLE]
         for _ in range(2):  # The first time warms up.
-            _, rates["target"] = conversation.decode("target", SAMPLE_TOKENS, shown=False)
-        conversation.questions, conversation.answers = [], []
+            _, plain = conversation.decode("target", SAMPLE_TOKENS, shown=False)
+        conversation.questions = []
     for line in conversation.lines(inputs.settings.texts.questions):
         if line == "/quit":
             break
@@ -125,14 +124,15 @@ def chat(inputs: Inputs) -> int:
             print(HELP)
         elif line:
             conversation.questions.append(line)
-            tokens, rate = conversation.decode(method, conversation.max_len)
+            try:
+                tokens, rate = conversation.decode(method, conversation.max_len)
+            except UserError as error:  # The question is too long for the context.
+                conversation.questions.pop()
+                print(error, file=sys.stderr)
+                continue
             conversation.answers.append(inputs.tokenizer.decode(tokens, skip_special_tokens=True))
-            if conversation.terminal:
-                speed = f"{len(tokens)} tokens, {rate:.0f} a second" if rate == rate else f"{len(tokens)} tokens"
-                ratio = (
-                    f", {rate / rates['target']:.2f} times plain decoding"
-                    if method != "target" and rate == rate
-                    else ""
-                )
-                conversation.console.print(f"[{speed}{ratio}]", style="dim", markup=False)
+            if conversation.terminal and rate == rate:
+                ratio = f", {rate / plain:.2f} times plain decoding" if method != "target" else ""
+                speed = f"[{len(tokens)} tokens, {rate:.0f} a second{ratio}]"
+                conversation.console.print(speed, style="dim", markup=False)
     return 0

@@ -450,12 +450,27 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_f
 
     def answers(room):
         monkeypatch.setattr(chatting, "ROOM", room)
-        lines = "a lamp?", "and now?", "", "/plain", "more", "/new", "a lamp?", "/new", "a lamp?", "/quit", "lost"
+        lines = (
+            "a lamp?",
+            "and now?",
+            "",
+            "/plain",
+            "more",
+            "/new",
+            "a lamp?",
+            "/new",
+            "a lamp?",
+            "lamp " * 99,
+            "/quit",
+            "lost",
+        )
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
         read.clear()
         given = ["--target", str(model_folder), "--chat", "--temperature", "0", "--maxLen", "20", *engine]
         assert cli.main([*prompted(flags), *given]) == 0
-        return capsys.readouterr().out.removesuffix("\n").split("\n")
+        out, err = capsys.readouterr()
+        assert err.count("exceed the context") == 1
+        return out.removesuffix("\n").split("\n")
 
     kept = answers(room=4096)
     assert len(kept) == 5 and kept[0] == kept[3] == kept[4] and all(kept)
