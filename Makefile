@@ -4,8 +4,8 @@
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
-# `make report`: the course report's whole protocol, downloads included, and one page out: courseReport/report.md. For
-# other models TARGET=... DRAFT=... MID=...; smaller: SENTENCES=2 MAXLEN=40 TOKENS=3200 DATASETS=sample.
+# `make report`: a check of the device, then the course report's whole protocol, downloads included, and one page out:
+# courseReport/report.md. For other models TARGET=... DRAFT=... MID=...; smaller: SENTENCES=2 MAXLEN=40 TOKENS=3200 DATASETS=sample.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
@@ -43,6 +43,7 @@ bench-peers: .venv/installed
 	$(VENV) -m benchmark --compare all,generate,llama.cpp,openvino,ctranslate2,vllm
 
 report: .venv/installed
+	-$(VENV) test.py --check $(if $(DEVICE),--device $(DEVICE))
 	$(VENV) -m scripts.courseReport $(TARGET) $(DRAFT) $(if $(MID),--mid $(MID)) $(if $(OUT),--out $(OUT)) \
 	  $(if $(DATASETS),--data $(DATASETS)) $(if $(TOKENS),--tokens $(TOKENS)) \
 	  --flags "$(if $(DEVICE),--device $(DEVICE)) $(if $(SENTENCES),--sentences $(SENTENCES)) $(if $(MAXLEN),--maxLen $(MAXLEN)) $(FLAGS)"
