@@ -128,11 +128,8 @@ def chat(inputs: Inputs) -> int:
             tokens, rate = conversation.decode(method, conversation.max_len)
             conversation.answers.append(inputs.tokenizer.decode(tokens, skip_special_tokens=True))
             if conversation.terminal:
-                speed = f"{len(tokens)} tokens, {rate:.0f} a second" if rate == rate else f"{len(tokens)} tokens"
-                ratio = (
-                    f", {rate / rates['target']:.2f} times plain decoding"
-                    if method != "target" and rate == rate
-                    else ""
-                )
-                conversation.console.print(f"[{speed}{ratio}]", style="dim", markup=False)
+                speed = f", {rate:.0f} a second" if rate == rate else ""
+                ratio = rate / rates["target"]  # nan if Ctrl-C ended one of them at once
+                compared = f", {ratio:.2f} times plain decoding" if method != "target" and ratio == ratio else ""
+                conversation.console.print(f"[{len(tokens)} tokens{speed}{compared}]", style="dim", markup=False)
     return 0
