@@ -184,7 +184,9 @@ def read_splits(source: Path, folder: Path) -> DatasetDict:
         if ending in TABLES:
             cache = str(folder.with_name("cache"))
             rows = load_dataset(TABLES[ending], data_files=str(path), split="train", cache_dir=cache)
-            rows = rows.select_columns("text").cast_column("text", Value("string"))
+            rows = rows.select_columns("text")
+            if getattr(rows.features["text"], "dtype", "") == "large_string":  # Numbers are no text.
+                rows = rows.cast_column("text", Value("string"))
         elif path == source or ending in ENDINGS:
             content = read(path)
             wiki = any(HEADING.match(line) for line in content.split("\n")[:50])

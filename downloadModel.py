@@ -12,6 +12,7 @@ HF_TOKEN a token. Of a GGUF file the weights are written in bfloat16, whatever t
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -30,7 +31,7 @@ from huggingface_hub import constants
 from inputs import files
 from inputs.commandLine import as_command, script_parser, text
 from inputs.files import file_errors, lock_folder
-from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, is_downloaded, list_repository, print_folders
+from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, hub_errors, is_downloaded, list_repository, print_folders
 from utils import UserError
 
 PYTHIA = ("EleutherAI/pythia-70m", "EleutherAI/pythia-410m", "EleutherAI/pythia-2.8b")
@@ -109,6 +110,13 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
             unfinished.mkdir(exist_ok=True)
             complete.write(unfinished)
             fetch(replace(complete, files=missing), unfinished)
+        if constants.SAFETENSORS_INDEX_FILE in (file.path for file in missing):
+            with hub_errors(repo, complete.commit):
+                named = {
+                    *json.loads((unfinished / constants.SAFETENSORS_INDEX_FILE).read_text())["weight_map"].values()
+                }
+            if lacking := named - {file.path for file in complete.files}:
+                raise UserError(f"{repo} has no {min(lacking)}, which its index refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:

@@ -147,12 +147,12 @@ def token_lines(target: CachedModel, sampling: Sampling, time_all: TimeAll) -> I
     after contexts of growing length."""
     lengths = sorted({min(length, target.context - 1) for length in PROMPTS})
 
-    def first_token(length: int) -> Tensor:
+    def first_step(length: int) -> Step:
         prompt = (torch.arange(length) % target.vocabulary).tolist()
-        generator = Generator(target.device).manual_seed(0)
-        return target.first_token(Rows([prompt], lengths[-1] + 1 - length, [target], generator=generator), sampling)
+        generator, room = Generator(target.device).manual_seed(0), lengths[-1] + 1 - length
+        return lambda: target.first_token(Rows([prompt], room, [target], generator=generator), sampling)
 
-    for length, taken in time_all({length: partial(first_token, length) for length in lengths}).items():
+    for length, taken in time_all({length: first_step(length) for length in lengths}).items():
         yield {"what": "prefill", "role": "target", "tokens": length, "seconds": taken}
     contexts = sorted({min(length, target.context) for length in CONTEXTS})
     fill(target, contexts[-1], contexts[-1])

@@ -100,3 +100,6 @@ def answered(name: str, flags: str) -> int:
         for module in sys.modules.keys() - before:
             if is_own(module) or getattr(sys.modules[module].__spec__, "loader", None) is finder:
                 del sys.modules[module]
+                package, _, part = module.rpartition(".")
+                if package in before:  # `from inputs import hub` would find the module there.
+                    vars(sys.modules[package]).pop(part, None)

@@ -132,7 +132,7 @@ def chat(inputs: Inputs) -> int:
                 continue
             conversation.answers.append(inputs.tokenizer.decode(tokens, skip_special_tokens=True))
             if conversation.terminal and rate == rate:
-                ratio = f", {rate / plain:.2f} times plain decoding" if method != "target" else ""
+                ratio = f", {rate / plain:.2f} times plain decoding" if method != "target" and plain == plain else ""
                 speed = f"[{len(tokens)} tokens, {rate:.0f} a second{ratio}]"
                 conversation.console.print(speed, style="dim", markup=False)
     return 0

@@ -186,7 +186,8 @@ def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsy
         ("bad.parquet", b"PAR1", "bad.parquet"),
         ("bad.jsonl", b"{", "bad.jsonl"),
         ("other.csv", b"body\nno text here\n", "body"),
-        ("lists.jsonl", b'{"text": ["a", "b"]}\n', "cannot be read as a data set"),
+        ("lists.jsonl", b'{"text": ["a", "b"]}\n', "no column 'text' that holds text"),
+        ("numbers.jsonl", b'{"text": 1}\n', "no column 'text' that holds text"),
         ("train.txt", b"Only to train on.", "no split 'test'"),
     ):
         if content:

@@ -73,7 +73,7 @@ def test_a_new_revision_replaces_what_changed_and_only_once_it_is_whole(hub, pyt
     assert "tokenizer.json" not in hub.served and not list(pythia.parent.glob("*.incomplete"))
 
 
-def test_sharded_weights_come_with_their_index_and_those_of_an_older_revision_do_not_stay_beside(hub, pythia):
+def test_sharded_weights_come_with_their_index_and_those_of_an_older_revision_do_not_stay_beside(hub, pythia, capsys):
     assert download(NAME) == 0
     files = hub.models[NAME].files
     shards = {f"model-0000{i}-of-00002.safetensors": os.urandom(2000 + i) for i in (1, 2)}
@@ -85,6 +85,11 @@ def test_sharded_weights_come_with_their_index_and_those_of_an_older_revision_do
         del files[name]
     files |= whole
     assert download(NAME) == 0 and {f.name for f in pythia.glob("model*")} == set(whole)
+    files |= {name: content for name, content in (shards | index).items() if name != "model-00002-of-00002.safetensors"}
+    del files["model.safetensors"]
+    shutil.rmtree(pythia)
+    assert_error(capsys, "has no model-00002-of-00002.safetensors")
+    assert not pythia.exists()
 
 
 NO_NAMES = "../evil|a/..|a/../b|/etc/passwd|name|a/b/c|a/.hidden|a/b c||https://x/y|a/b.incomplete|--nonsense"
