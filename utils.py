@@ -189,12 +189,8 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def running_sums(probs: Tensor) -> Tensor:
-    """`probs.cumsum(-1)` of `probs[..., V]`, reproducible and never falling.
-
-    On a GPU, torch sums a single row by an algorithm whose result can differ from run to run (pytorch, issue 75240) and
-    can fall or rise at a token of probability 0 (issue 21780), which would then be drawn. Several rows are summed by
-    another one, which does neither.
-    """
+    """`probs.cumsum(-1)` of `probs[..., V]`. On a GPU, torch sums a single row by an algorithm whose result differs from
+    run to run (pytorch, issue 75240) and may rise at a token of probability 0 (21780): two rows are summed by another."""
     if probs.device.type == "cuda" and probs.numel() == probs.shape[-1]:
         return probs.expand(2, *probs.shape).cumsum(-1)[0]
     return probs.cumsum(-1)

@@ -13,9 +13,8 @@ from utils import UserError
 
 
 def pick_device(name: str | None = None) -> str:
-    """The device to use: `name` if it can be used, or CUDA if there is a GPU, else the CPU. A GPU with a number becomes
-    torch's current one. Raises UserError for other kinds of devices: times are only right where the clock synchronises
-    with the device."""
+    """The device to use: `name`, or CUDA if there is a GPU, else the CPU. A GPU with a number becomes torch's current
+    one. Raises UserError for a kind of device with which the clock cannot synchronise."""
     if name in (None, "auto"):  # With "auto", `load_model` may spread a model over several devices.
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu" and shutil.which("nvidia-smi"):

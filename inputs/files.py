@@ -39,14 +39,9 @@ def new_folder(folder: Path) -> Iterator[Path]:
         written = Path(temporary) / ".new"
         written.mkdir()
         yield written
-        old = Path(temporary) / ".old"
         if folder.exists():
-            folder.rename(old)
-        try:
-            written.rename(folder)
-        except OSError:
-            old.rename(folder)
-            raise
+            folder.rename(Path(temporary) / ".old")
+        written.rename(folder)
 
 
 @contextmanager

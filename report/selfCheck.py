@@ -29,7 +29,7 @@ from inputs.models import DTYPES, working_bytes
 from inputs.progress import Bar
 from inputs.randomModels import config_of, random_model, weight_count
 from methods.catalogue import build
-from report.tables import Table, name_of
+from report.tables import Cell, Table, name_of
 from utils import GREEDY
 
 PAIR = "pythia-70m", "pythia-2.8b"  # the shapes whose memory is computed
@@ -39,6 +39,7 @@ CHECKED, BUNDLED = (
     "all",
     "--target bundled-target --draft bundled-draft --mid bundled-mid --head bundled-head --draftBits 8",
 )
+ACTIVITIES = ProfilerActivity.CPU, ProfilerActivity.CUDA
 WAITS = "cudaStreamSynchronize", "cudaEventSynchronize"  # calls in which the host waits for the GPU
 
 
@@ -100,10 +101,7 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
     names, prompts, faults = inputs.settings.measuring.groups["lossless"], inputs.rows, list[str]()
     on_gpu = inputs.device.startswith("cuda")
     heads = ["greedy text", "host syncs\na round", "kernels\na round"] if on_gpu else ["greedy text"]
-    table = Table(
-        "Methods, float32", ["", *(f"{engine}\n{head}" for engine in ("eager", "compiled") for head in heads)]
-    )
-    rows: dict[str, list[str]] = {name: [name_of(name)] for name in names}
+    rows: dict[str, list[Cell]] = {name: [name_of(name)] for name in names}
     plain: list[list[int]] = []
     with Bar("methods", 2 * len(names)) as bar:
         for engine in "eager", "compiled":
@@ -115,12 +113,10 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
                 plain = plain or texts
                 if name not in rows:
                     continue
-                activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-                with profile(activities=activities) if on_gpu else nullcontext() as seen:
+                with profile(activities=ACTIVITIES) if on_gpu else nullcontext() as seen:
                     again, records = write(prompts, max_len=LENGTH, sampling=GREEDY)
-                right = texts == again == plain
-                rows[name].append("as plain's" if right else "WRONG")
-                if not right:
+                rows[name].append("as plain's" if texts == again == plain else "WRONG")
+                if not texts == again == plain:
                     faults.append(f"{name_of(name)}, {engine}: its greedy text is not that of plain decoding.")
                 if seen:
                     rounds, events = max(1, sum(len(record.committed) for record in records)), seen.events() or []
@@ -130,6 +126,5 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
                 bar.update()
             graphs = [model for model in models.values() if isinstance(model, CudaModel)]
             faults += [f"{model.name}: no CUDA graph of {step}." for model in graphs for step in sorted(model.refused)]
-    for row in rows.values():
-        table.add(*row)
-    return table, faults
+    titles = ["", *(f"{engine}\n{head}" for engine in ("eager", "compiled") for head in heads)]
+    return Table("Methods, float32", titles, list(rows.values())), faults

@@ -3,6 +3,7 @@ faults of hubs and networks."""
 
 import json
 import os
+import shutil
 
 import pytest
 from downloads import NAME, WEIGHTS, assert_error, download, matches, model_repository
