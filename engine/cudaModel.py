@@ -111,8 +111,7 @@ class CudaModel(CachedModel):
         """Prompts of several lengths, and those that are new in a batch, are read eagerly: a graph reads all rows."""
         if len(set(lengths)) > 1 or len(lengths) < self.rows:
             return super().read_prompts(prompts, lengths, first)
-        positions = torch.arange(first, first + prompts.shape[1], device=self.device)
-        return self.read(prompts, positions.expand_as(prompts))
+        return self.read(prompts, torch.arange(first, first + prompts.shape[1], device=self.device).expand_as(prompts))
 
     def read(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Read a block `[B, n]`; float32 logits `[B, V]` after its end. It is padded with its last token, at the same

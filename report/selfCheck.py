@@ -33,12 +33,9 @@ from report.tables import Cell, Table, name_of
 from utils import GREEDY
 
 PAIR = "pythia-70m", "pythia-2.8b"  # the shapes whose memory is computed
-WINDOW = 1024  # tokens of a window of perplexity
 TEXT, LENGTH = "The lamp on the table went out, and the whole house was quiet.", 48
-CHECKED, BUNDLED = (
-    "all",
-    "--target bundled-target --draft bundled-draft --mid bundled-mid --head bundled-head --draftBits 8",
-)
+CHECKED = "all"  # methods
+BUNDLED = "--target bundled-target --draft bundled-draft --mid bundled-mid --draftBits 8"
 ACTIVITIES = ProfilerActivity.CPU, ProfilerActivity.CUDA
 WAITS = "cudaStreamSynchronize", "cudaEventSynchronize"  # calls in which the host waits for the GPU
 
@@ -76,7 +73,7 @@ def about_memory(device: str) -> Iterator[str]:
     dtype, free = pick_dtype(device), available_memory(device)
     yield f"Free memory: {gigabytes(free)}. Weights are in {dtype} by default."
     for use, name in ("speed", dtype), ("perplexity", "float32"):
-        needed = sum(map(weight_count, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), WINDOW)
+        needed = sum(map(weight_count, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), tokens=1024)
         fits = "which fits" if needed <= free else "which does not fit"
         if needed > free and use == "perplexity" and device.startswith("cuda"):
             fits = f"of which {gigabytes(needed - free)} stay in the CPU's memory"
