@@ -189,7 +189,7 @@ def pick(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def running_sums(probs: Tensor) -> Tensor:
-    """`probs.cumsum(-1)` of `probs[..., V]`. On a GPU, torch's result for a single row differs from run to run (pytorch,
+    """`probs.cumsum(-1)` of `probs[..., V]`. On a GPU, torch's result for one row differs from run to run (pytorch,
     issue 75240), and may rise at a token of probability 0 (21780). Several rows it sums by another algorithm."""
     if probs.device.type == "cuda" and probs.numel() == probs.shape[-1]:
         return probs.expand(2, *probs.shape).cumsum(-1)[0]
