@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import re
 import shutil
 import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatch
 from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,23 +32,21 @@ from huggingface_hub import constants
 
 from inputs import files, hub
 from inputs.commandLine import as_command, counted, one_line, script_parser, text, whole
-from inputs.files import file_errors, gigabytes, new_folder
-from inputs.progress import followed
-from inputs.texts import ENDINGS, FOLDERS, HEADING, SETS, is_saved, read, read_questions
+from inputs.files import file_errors, gigabytes, library_errors, new_folder
+from inputs.texts import ENDINGS, FOLDERS, SETS, is_saved, read, read_questions
 from utils import UserError
 
 if TYPE_CHECKING:  # Importing it takes a second.
     from datasets import Dataset, DatasetDict
 
-WIKITEXT, CONFIGURATION = "Salesforce/wikitext", "wikitext-2-raw-v1"
-PG19 = "emozilla/pg19"
 # Spec-Bench is on GitHub. The commit is the last that changed the file.
 SPEC_BENCH, SPEC_BENCH_COMMIT = "hemingkx/Spec-Bench", "66230f10cb0a02aced5ef3ce1e85163c16160454"
 SPEC_BENCH_URL = f"https://raw.githubusercontent.com/{SPEC_BENCH}/{SPEC_BENCH_COMMIT}/data/spec_bench/question.jsonl"
 SPEC_BENCH_FILE = hub.HubFile(
     Path(SETS["specbench"]).name, 698_768, "sha256:4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 )
-REPOSITORIES = {"wikitext": WIKITEXT, "pg19": PG19, "specbench": SPEC_BENCH}
+REPOSITORIES = {"wikitext": "Salesforce/wikitext", "pg19": "emozilla/pg19", "specbench": SPEC_BENCH}
+PARQUET = {"wikitext": "wikitext-2-raw-v1/*.parquet", "pg19": "data/test-*.parquet"}  # files of these repositories
 TABLES = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}  # {ending: the library's format}
 
 
@@ -67,36 +65,26 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
     repo = str(path) if path and name != "specbench" else REPOSITORIES[name]
     manifest = hub.Manifest.read(folder)
     if path is None:
-        enough = manifest if name != "pg19" or (manifest and manifest.rows.get("test", 0) >= books) else None
-        if hub.is_downloaded(name, folder, enough, offline):
+        enough = manifest and (name != "pg19" or manifest.rows.get("test", 0) >= books)
+        if hub.is_downloaded(name, folder, manifest.damaged(folder) if manifest and enough else None, offline):
             return
     elif not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
     if folder.exists() and (path or manifest is None or manifest.repo != repo):
         there = manifest.repo if manifest else "elsewhere"
         raise UserError(f"{folder} already exists, with texts from {there}; move it away first")
-    from datasets.exceptions import DatasetsError
-
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # The one line says what it would report.
     datasets.disable_progress_bars()
     with new_folder(folder) as written:
-        try:
+        with library_errors(f"{repo} cannot be read as a data set", "choose another source"):
             if name == "specbench":
                 commit, rows = write_specbench(written, path)
             elif path:
                 commit, rows = "", save_splits(path, read_splits(path, written), written)
-            elif name == "pg19":
-                commit, rows = write_pg19(written, books)
             else:
-                commit, rows = write_wikitext(written)
-        except (DatasetsError, ValueError, TypeError, KeyError, RuntimeError) as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, OSError):  # The library wraps the error of a full disk.
-                raise cause from None
-            why = f"{type(cause).__name__}: {one_line(cause)}"
-            raise UserError(f"{repo} cannot be read as a data set ({why}); choose another source") from None
+                commit, rows = write_parquet(name, written, books)
         hub.Manifest(repo, commit, rows=rows, files=hub.files_of(written)).write(written)
     print(f"{name}: complete, in {folder}")
 
@@ -112,39 +100,27 @@ def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str
     return {split: len(rows) for split, rows in splits.items()}
 
 
-def write_wikitext(folder: Path) -> tuple[str, dict[str, int]]:
-    """Save WikiText-2 in its raw form, a row for each line; returns the commit and {split: rows}. The hub's Parquet
-    files are verified, and stay in `<folder>.incomplete` until all have come."""
+def write_parquet(name: str, folder: Path, books: int) -> tuple[str, dict[str, int]]:
+    """Save the splits of WikiText-2 in its raw form, a row for each line, or the first books of PG-19's test split;
+    returns the commit and {split: rows}. The hub's files are verified, and stay in `<folder>.incomplete` until all have
+    come."""
     from datasets import load_dataset
 
-    repository = hub.list_repository(WIKITEXT, kind="dataset")
-    tables = [file for file in repository.files if re.fullmatch(rf"{CONFIGURATION}/.*\.parquet", file.path)]
+    repo, pattern = REPOSITORIES[name], PARQUET[name]
+    repository = hub.list_repository(repo, kind="dataset")
+    tables = [file for file in repository.files if fnmatch(file.path, pattern)]
     if not tables:
-        raise UserError(f"{WIKITEXT} at {constants.ENDPOINT} holds no {CONFIGURATION}/*.parquet; try another mirror")
-    staging = files.DATASETS / (FOLDERS["wikitext"] + hub.UNFINISHED)
+        raise UserError(f"{repo} at {constants.ENDPOINT} holds no {pattern}; try another mirror")
+    staging = files.DATASETS / (FOLDERS[name] + hub.UNFINISHED)
     hub.fetch(replace(repository, files=tables), staging, "dataset")
-    splits = load_dataset(str(staging / CONFIGURATION), cache_dir=str(folder.with_name("cache")))
-    rows = save_splits("wikitext", splits, folder)
+    splits = load_dataset(str((staging / pattern).parent), cache_dir=str(folder.with_name("cache")))
+    if name == "pg19":
+        if len(splits["test"]) < books:
+            print(f"pg19: the test split has only {counted(len(splits['test']), 'book')}")
+        splits["test"] = splits["test"].take(min(books, len(splits["test"])))
+    rows = save_splits(name, splits, folder)
     shutil.rmtree(staging)
     return repository.commit, rows
-
-
-def write_pg19(folder: Path, books: int) -> tuple[str, dict[str, int]]:
-    """Save the first `books` books of PG-19's test split; returns the commit and {split: rows}. They are streamed:
-    only the row groups of the Parquet file that hold them are fetched."""
-    from pyarrow.dataset import ParquetFragmentScanOptions
-
-    from datasets import Dataset, DatasetDict, load_dataset
-
-    commit = hub.list_repository(PG19, kind="dataset").commit
-    print(f"pg19: {counted(books, 'book')} to stream from {constants.ENDPOINT}", flush=True)
-    with hub.hub_errors(PG19, commit):
-        options = ParquetFragmentScanOptions(pre_buffer=False)
-        stream = load_dataset(PG19, split="test", revision=commit, streaming=True, fragment_scan_options=options)
-        rows = list(followed(itertools.islice(stream, books), "books", books))
-    if len(rows) < books:
-        print(f"pg19: the test split has only {counted(len(rows), 'book')}")
-    return commit, save_splits("pg19", DatasetDict(test=Dataset.from_list(rows)), folder)
 
 
 def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict[str, int]]:
@@ -170,8 +146,7 @@ def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict
 def read_splits(source: Path, folder: Path) -> DatasetDict:
     """The texts of `--from`. A file named *train* or *valid* is that split, all others are 'test'.
 
-    A table gives its rows, a text in WikiText's format its lines, and any other text is one row. folder: temporary
-    files are written beside it.
+    A table gives its rows, a text is one row. folder: temporary files are written beside it.
     """
     from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
 
@@ -188,9 +163,7 @@ def read_splits(source: Path, folder: Path) -> DatasetDict:
             if getattr(rows.features["text"], "dtype", "") == "large_string":  # Numbers are no text.
                 rows = rows.cast_column("text", Value("string"))
         elif path == source or ending in ENDINGS:
-            content = read(path)
-            wiki = any(HEADING.match(line) for line in content.split("\n")[:50])
-            rows = Dataset.from_dict({"text": re.findall(r"[^\n]*\n|[^\n]+", content) if wiki else [content]})
+            rows = Dataset.from_dict({"text": [read(path)]})
         else:
             continue
         split = "train" if "train" in name else "validation" if "valid" in name else "test"

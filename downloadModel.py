@@ -94,13 +94,14 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
     folder = model_folder(repo)
     manifest = Manifest.read(folder)
     if offline or constants.HF_HUB_OFFLINE:
-        is_downloaded(repo, folder, manifest if downloaded_folder(repo, revision) else None, offline=True)
+        present = manifest if downloaded_folder(repo, revision) else None
+        is_downloaded(repo, folder, present.damaged(folder) if present else None, offline=True)
         return folder
     repository = list_repository(repo, revision or "main")
     complete = replace(repository, files=files_to_download(repository))
-    if manifest == complete and is_downloaded(repo, folder, complete, offline=False):
-        return folder
     missing, before = complete.damaged(folder), {file.path for file in manifest.files} if manifest else set()
+    if is_downloaded(repo, folder, missing if manifest == complete else None, offline=False):
+        return folder
     if folder.exists() and not manifest and missing:
         why = f"{missing[0].path} is missing or differs"
         raise UserError(f"{folder} already exists and is not {repo} ({why}); move it away first")
@@ -112,10 +113,8 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
             fetch(replace(complete, files=missing), unfinished)
         if constants.SAFETENSORS_INDEX_FILE in (file.path for file in missing):
             with hub_errors(repo, complete.commit):
-                named = {
-                    *json.loads((unfinished / constants.SAFETENSORS_INDEX_FILE).read_text())["weight_map"].values()
-                }
-            if lacking := named - {file.path for file in complete.files}:
+                index = json.loads((unfinished / constants.SAFETENSORS_INDEX_FILE).read_text())["weight_map"]
+            if lacking := set(index.values()) - {file.path for file in complete.files}:
                 raise UserError(f"{repo} has no {min(lacking)}, which its index refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.

@@ -36,12 +36,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to write into. At the end of the block it becomes `folder`, in place of one that exists; after an
     error it is removed. Its parent takes temporary files. Raises UserError as `lock_folder` does."""
     with lock_folder(folder), tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        written = Path(temporary) / ".new"
+        written, old = Path(temporary) / ".new", Path(temporary) / ".old"
         written.mkdir()
         yield written
         if folder.exists():
-            folder.rename(Path(temporary) / ".old")
-        written.rename(folder)
+            folder.rename(old)
+        try:
+            written.rename(folder)
+        except OSError:
+            if old.exists():
+                old.rename(folder)
+            raise
 
 
 @contextmanager
@@ -68,9 +73,10 @@ def library_errors(what: str, remedy: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if out_of_memory(error) or getattr(error, "errno", None) in FULL:
-            raise
-        raise UserError(f"{what} ({one_line(error)}); {remedy}") from None
+        cause = error.__cause__ or error
+        if out_of_memory(cause) or getattr(cause, "errno", None) in FULL:
+            raise cause from None
+        raise UserError(f"{what} ({one_line(cause)}); {remedy}") from None
 
 
 @contextmanager
@@ -79,15 +85,10 @@ def file_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise file_error(error) from None
-
-
-def file_error(error: OSError) -> UserError:
-    """The UserError for an OSError."""
-    if error.errno in FULL:
-        return UserError("the disk is full; free some space and run the command again: it continues where it stopped")
-    what = f"{error.filename or 'a file'}: {error.strerror or one_line(error)}"
-    return UserError(f"{what}; fix this and run the command again")
+        what = f"{error.filename or 'a file'}: {error.strerror or one_line(error)}; fix this and run the command again"
+        if error.errno in FULL:
+            what = "the disk is full; free some space and run the command again: it continues where it stopped"
+        raise UserError(what) from None
 
 
 def gigabytes(count: float) -> str:

@@ -34,7 +34,7 @@ from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from tqdm import tqdm
 
 from inputs.commandLine import one_line, visible
-from inputs.files import file_error, file_errors, gigabytes, replace_file
+from inputs.files import file_errors, gigabytes, replace_file
 from inputs.progress import Bar
 from utils import UserError
 
@@ -129,19 +129,17 @@ def folder_in(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def is_downloaded(name: str, folder: Path, manifest: Manifest | None, offline: bool) -> bool:
-    """Whether a folder holds the files of `manifest`; if so, a line says that. None: it does not hold what was
-    requested. offline: raises UserError instead of returning False."""
-    broken = manifest.damaged(folder) if manifest else []
-    complete = manifest is not None and not broken
-    if complete:
+def is_downloaded(name: str, folder: Path, damaged: list[HubFile] | None, offline: bool) -> bool:
+    """Whether a folder has no damaged files; if so, a line says that. None: it does not hold what was requested.
+    offline: raises UserError instead of returning False."""
+    if damaged == []:
         print(f"{name}: complete, in {folder}; nothing to download")
-    elif offline and broken:
-        raise UserError(f"{folder / broken[0].path} is damaged; run the command again without --offline to repair it")
+    elif offline and damaged:
+        raise UserError(f"{folder / damaged[0].path} is damaged; run the command again without --offline to repair it")
     elif offline:
         why = "--offline (or HF_HUB_OFFLINE) forbids downloading it"
         raise UserError(f"{name} is not in {folder}, or is incomplete, and {why}")
-    return complete
+    return damaged == []
 
 
 @file_errors()
@@ -246,8 +244,6 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         remedy = "check the network, or name a mirror in HF_ENDPOINT (it begins with https://)"
         kept = "What was downloaded is kept; the next run resumes from there. With --offline only local files are used."
         raise UserError(f"no connection to {host} ({type(error).__name__}); {remedy}. {kept}") from None
-    except OSError as error:
-        raise file_error(error) from None
     except (ImportError, ValueError, KeyError, TypeError) as error:
         why = f"{type(error).__name__}: {one_line(error)}"
         check = "check HF_ENDPOINT, HF_TOKEN, the proxy and the network"

@@ -8,8 +8,8 @@ from localHub import Repository
 import downloadModel
 
 NAME = "EleutherAI/pythia-70m"
-WEIGHTS = 3_000_000  # bytes
-CHUNK = 100_000  # huggingface_hub writes pieces of 10 MB. A piece is lost if the connection breaks within it.
+WEIGHTS = 300_000  # bytes
+CHUNK = 10_000  # huggingface_hub writes pieces of 10 MB. A piece is lost if the connection breaks within it.
 
 
 def model_repository():

@@ -10,7 +10,6 @@ import pytest
 from conftest import ROOT, few_mistakes
 from localHub import Repository
 
-import datasets
 import downloadModel
 from experiments.runRecord import origin
 from experiments.settings import parse
@@ -36,8 +35,6 @@ def parquet(texts):
 def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
     """The hub, with tiny models under Pythia's names and short data sets."""
     monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     for name, folder in ((TARGET, "target"), (MID, "target"), (DRAFT, "draft")):
         hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
     lines = [

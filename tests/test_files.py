@@ -42,4 +42,6 @@ def test_a_folder_appears_when_it_is_complete_and_a_lock_leaves_no_file(tmp_path
         assert (tmp_path / "model" / "text").read_text() == text and os.listdir(tmp_path) == ["model"]
     with pytest.raises(ZeroDivisionError), new_folder(tmp_path / "model"):
         raise ZeroDivisionError
+    with pytest.raises(OSError), new_folder(tmp_path / "model") as written:
+        written.rmdir()  # So it cannot take the name.
     assert (tmp_path / "model" / "text").read_text() == "new" and os.listdir(tmp_path) == ["model"]
