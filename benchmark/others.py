@@ -25,10 +25,10 @@ from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, EngineLine, GreedyAuditFigures
 from experiments.speed import Timed, Written
-from inputs.auditTexts import write_texts
 from inputs.devices import available_memory
 from inputs.models import model_version
 from inputs.progress import followed
+from inputs.texts import write_texts
 from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from methods import customGenerate

@@ -25,12 +25,11 @@ from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.processes import Processes
 from experiments.settings import Settings
-from inputs.auditTexts import AuditText
 from inputs.devices import available_memory
 from inputs.files import gigabytes
 from inputs.models import DTYPES, choose_devices, find_model, load_model, model_version, read_config, weight_bytes
 from inputs.progress import followed
-from inputs.texts import Corpus, Question, encode_turn
+from inputs.texts import AuditText, Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
 from methods.otherTokenizer import Translation
 from methods.selfDraft import copies_of, trials

@@ -15,10 +15,10 @@ from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
 from inputs import models, texts
-from inputs.auditTexts import read_texts
 from inputs.devices import check_device, pick_dtype
 from inputs.models import find_model, holds_head, load_tokenizer
 from inputs.randomModels import write_random
+from inputs.texts import read_texts
 from methods.catalogue import METHODS
 from methods.otherTokenizer import Translation
 from utils import UserError

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from logging import getLogger
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from inputs.commandLine import visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes, library_errors
 from inputs.hub import MANIFEST, UNFINISHED, Manifest
-from inputs.texts import load_corpora
+from inputs.texts import ModelLimits, load_corpora
 from utils import UserError, out_of_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -62,8 +61,6 @@ def find_model(name: str | Path) -> Path:
         where = f"neither in {files.MODELS.name}/ nor as a path; available: {', '.join(names) or 'none'}"
         remedy = "Download models with downloadModel.py; a hub id is owner/name"
         raise UserError(f"there is no model {str(name)!r}, {where}. {remedy}")
-    if folder.name.endswith(UNFINISHED):
-        raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
         raise UserError(f"{folder} is no model folder: it has no config.json; download the model again")
     if not isinstance(read_json(folder / "config.json"), dict):
@@ -128,15 +125,6 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     hidden = config.hidden_size
     floats = 3 * config.vocab_size + 2 * hidden * config.num_hidden_layers + 16 * hidden
     return WORKING_MEMORY + 4 * tokens * floats
-
-
-@dataclass(frozen=True)
-class ModelLimits:
-    """What limits the texts a model can read, known before its weights are loaded."""
-
-    name: str
-    vocabulary: int
-    context: int
 
 
 def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:

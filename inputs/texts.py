@@ -1,4 +1,5 @@
-"""Texts to measure on, and prompts: the samples, WikiText-2 and PG-19 from `datasets/`, or any file or folder."""
+"""Texts to measure on, prompts, and texts to audit: the samples, WikiText-2 and PG-19 from `datasets/`, or any file or
+folder."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from inputs import files
 from inputs.commandLine import one_line
-from inputs.files import library_errors
+from inputs.files import library_errors, replace_file
 from inputs.hub import MANIFEST
 from utils import UserError
 
@@ -192,16 +193,16 @@ def question_of(number: int, fields: Any) -> Question:
     if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
         raise ValueError('this is no object with "prompt" or "turns"')
     turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]
-    if not isinstance(turns, list) or not turns or not all(map(is_text, turns)):
+    if not isinstance(turns, list) or not turns or not all(is_text(turn) and turn.strip() for turn in turns):
         raise ValueError('"turns" is no list of texts' if "turns" in fields else '"prompt" is no text')
-    if not is_text(fields.get("category")):
+    if not is_text(fields.get("category")) or not fields["category"].strip():
         raise ValueError('there is no "category", a word')
     return Question(number, " ".join(fields["category"].split()), tuple(turns))
 
 
 def is_text(value: object) -> bool:
-    """Whether a value of JSON is text that can be encoded, and not blank."""
-    return isinstance(value, str) and bool(value.strip()) and value == value.encode(errors="replace").decode()
+    """Whether a value of JSON is text that can be encoded."""
+    return isinstance(value, str) and value == value.encode(errors="replace").decode()
 
 
 def encode_turn(
@@ -260,3 +261,90 @@ def choose_prompts(
                 break
         prompts[length] = sorted(rows, key=len, reverse=True)[:count]
     return prompts
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What limits the texts a model can read, known before its weights are loaded."""
+
+    name: str
+    vocabulary: int
+    context: int
+
+
+@dataclass(frozen=True)
+class AuditText:
+    """A text after its prompt, both as token ids. line: of the file, from 1. was_text: the line has no ids of the text,
+    so they are those of the tokenizer, which the engine need not have written."""
+
+    line: int
+    prompt: list[int]
+    tokens: list[int]
+    was_text: bool = False
+
+
+def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimits) -> list[AuditText]:
+    """The texts of a file, at least one. Raises UserError, which names the line, for one that `model` cannot write."""
+
+    def parse(number: int, fields: Any) -> AuditText:
+        """The text of a line. Raises ValueError for a line that cannot be used."""
+        if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
+            raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
+        prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
+        if was_text:
+            tokens = ids_after(prompt, fields["prompt"], fields["text"], tokenizer)
+        else:
+            tokens = ids_of(fields["tokens"], "tokens", model)
+        if not prompt:
+            raise ValueError("the prompt has no token; the model needs one to read before it can say what comes next")
+        if not tokens:
+            raise ValueError("there is no token to test after the prompt")
+        if len(prompt) >= model.context or len(prompt) + len(tokens) > model.context + 1:  # The last is not read.
+            lengths = f"a prompt of {len(prompt)} tokens and a text of {len(tokens)}"
+            raise ValueError(f"{lengths}, and {model.name} reads {model.context}")
+        return AuditText(number, prompt, tokens, was_text)
+
+    return parse_lines("--audit", file, "prompt and tokens", parse)
+
+
+def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
+    """Token ids of a field. tokenizer: if the field may be text instead. Raises ValueError for other values."""
+    if tokenizer is not None and isinstance(value, str):
+        return encode([checked(value, name)], tokenizer)[0]
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise ValueError(f'"{name}" is no list of token ids' + (" and no text" if tokenizer is not None else ""))
+    for token in value:
+        if not 0 <= token < model.vocabulary:
+            raise ValueError(f'"{name}" has token {token}, and {model.name} has tokens 0 to {model.vocabulary - 1}')
+    return value
+
+
+def checked(value: Any, name: str) -> str:
+    """`value`, if it is text. Raises ValueError otherwise."""
+    if not is_text(value):
+        raise ValueError(f'"{name}" is no text')
+    return value
+
+
+def ids_after(ids: list[int], prompt: Any, text: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of the text after a prompt (text, or ids), which is `ids` in tokens; both are encoded as one text.
+    Raises ValueError if that does not give the prompt's ids, or if decoding does not give the text back."""
+    is_text = isinstance(prompt, str)
+    whole = (prompt if is_text else decoded(ids, tokenizer)) + checked(text, "text")
+    plain = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"]
+    if decoded(plain, tokenizer) != whole:
+        raise ValueError("the text is another after the tokenizer has encoded and decoded it; give token ids")
+    encoded = list(tokenizer(whole, add_special_tokens=is_text, verbose=False)["input_ids"])
+    if encoded[: len(ids)] != ids:
+        raise ValueError("the text's beginning merges with the prompt's last token; give token ids")
+    return encoded[len(ids) :]
+
+
+def decoded(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of token ids, without any clean-up."""
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def write_texts(file: Path, texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
+    """Write a file for `--audit`. texts: (prompt, text after it), both as token ids."""
+    replace_file(file, "".join(json.dumps({"prompt": list(p), "tokens": list(t)}) + "\n" for p, t in texts))

@@ -20,9 +20,9 @@ from experiments.loading import Inputs, LoadedModels
 from experiments.processes import SINGLE, Processes
 from experiments.schema import Append, AuditFigures, EvidenceFigures, GreedyAuditFigures, Line, Power, TokenPlace
 from experiments.speed import digest
-from inputs.auditTexts import decoded
 from inputs.models import DTYPES
 from inputs.progress import followed
+from inputs.texts import decoded
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.scorer import Texts, TextScorer, gap_figures, guesses_along
 from methods.catalogue import build

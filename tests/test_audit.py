@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_specSampling import PROMPTS
 
-from inputs.auditTexts import read_texts, write_texts
 from inputs.models import load_model, load_tokenizer, model_limits
+from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
 from lossless.audit import RETOKENISED, Auditor, alike, others, power_of
 from lossless.evidence import Evidence, limit_of, seen_by

@@ -27,9 +27,9 @@ from engine import copies
 from engine.compiling import is_compiled
 from engine.quantised import rounded
 from experiments import settings
-from inputs.auditTexts import read_texts
 from inputs.files import ROOT
 from inputs.models import ModelLimits, load_tokenizer
+from inputs.texts import read_texts
 from regrSampling import regrSampling
 from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
 from scripts.blocks import BEST, BLOCKS, REAL

@@ -23,8 +23,8 @@ from benchmark.engines.llamaCpp import LlamaCpp
 from benchmark.engines.peers import EngineProcess, PeerError
 from engine.cachedModel import CachedModel
 from inputs import randomModels
-from inputs.auditTexts import read_texts
 from inputs.models import ModelLimits, load_model, load_tokenizer
+from inputs.texts import read_texts
 from regrSampling import regrSampling
 from report.runTables import said_of
 from utils import GREEDY, Sampling

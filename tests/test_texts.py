@@ -1,12 +1,10 @@
 """Corpora and their passages, from every kind of place a text may be in."""
 
-import itertools
-
 import pytest
 from conftest import refused
 
 from datasets import Dataset, DatasetDict
-from inputs import files, texts
+from inputs import files
 from inputs.texts import Corpus, load_corpora
 
 WIKI = [" = Tarn = \n", "", " A tarn is a small lake . \n", " = = Origin = = \n", " It was cut by ice . \n"]
@@ -17,27 +15,21 @@ def test_the_sample_is_two_corpora_of_two_styles():
     assert (articles.name, narrative.name) == ("articles.raw", "narrative.txt")
     assert len(articles.documents) == len(narrative.documents) == 1
     assert " = Tarrel Estuary = \n" in articles.documents[0] and "CHAPTER I\n" in narrative.documents[0]
-
-
-def test_passages_are_long_enough_and_no_headings():
-    for least, corpus in itertools.product((1, 300, 500), load_corpora("sample")):
-        passages = corpus.passages(least)
-        assert len(passages) >= 20 and all(len(passage.strip()) >= least for passage in passages)
-        assert not any(texts.HEADING.match(passage) for passage in passages)
-        where = [corpus.documents[0].index(passage) for passage in passages if len(passage) > 200]
-        assert where == sorted(where)  # in the text's order
+    assert min(len(corpus.passages(500)) for corpus in (articles, narrative)) >= 20
 
 
 def test_passages_of_both_styles_by_hand():
-    assert Corpus("wiki", ["".join(WIKI)]).passages(5) == [" A tarn is a small lake . ", " It was cut by ice . "]
-    assert Corpus("wiki", ["".join(WIKI)]).passages(22) == [" A tarn is a small lake . "]
-    plain = "CHAPTER I\n\nA line\nand its second.\n \n\nShort.\n\nThe last paragraph."
-    assert Corpus("plain", [plain]).passages(10) == ["A line\nand its second.", "The last paragraph."]
-    assert Corpus("plain", [plain, plain]).passages(20) == ["A line\nand its second."] * 2
-    # A passage can run on into the text behind it.
-    assert Corpus("plain", [plain]).passages(10, 30) == [plain[11:41], "The last paragraph."]
     wiki = "".join(WIKI)
-    assert Corpus("wiki", [wiki]).passages(22, 10_000) == [wiki[wiki.index(" A tarn") :]]
+    plain = "CHAPTER I\n\nA line\nand its second.\n \n\nShort.\n\nThe last paragraph."
+    for texts, limits, passages in (
+        ([wiki], [5], [" A tarn is a small lake . ", " It was cut by ice . "]),
+        ([wiki], [22], [" A tarn is a small lake . "]),
+        ([plain], [10], ["A line\nand its second.", "The last paragraph."]),
+        ([plain, plain], [20], ["A line\nand its second."] * 2),
+        ([plain], [10, 30], [plain[11:41], "The last paragraph."]),  # It can run on into the text behind it.
+        ([wiki], [22, 10_000], [wiki[wiki.index(" A tarn") :]]),
+    ):
+        assert Corpus("name", texts).passages(*limits) == passages
 
 
 def test_a_folder_of_books_is_one_corpus_of_many_documents(tmp_path, monkeypatch):
