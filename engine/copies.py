@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -133,43 +134,45 @@ def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 class Caught(Exception):
-    """The arguments of a module's call."""
+    """A module was called."""
 
 
-def arguments_of(module: nn.Module, call: Callable[[], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with which `call` first calls the module. It ends there."""
+def arguments_of(module: nn.Module, call: Callable[[], Any]) -> list[Any]:
+    """[arguments, {name: argument}] with which `call` first calls the module. It ends there."""
+    arguments: list[Any] = []
 
-    def catch(_: nn.Module, *arguments: Any) -> None:
-        raise Caught(*arguments)
+    def catch(_: nn.Module, *caught: Any) -> None:
+        arguments.extend(caught)
+        raise Caught
 
-    hook = module.register_forward_pre_hook(catch, with_kwargs=True)
-    try:
+    with module.register_forward_pre_hook(catch, with_kwargs=True), suppress(Caught):
         call()
-    except Caught as caught:
-        return caught.args[0], caught.args[1]
-    finally:
-        hook.remove()
-    raise RuntimeError("the model does not call one of its layers")
+    return arguments
 
 
-class Texts(Cache):
-    """Rows of the calibration text between two layers, and how a layer is called with them. As a KV cache, it gives the
-    copy of a layer the keys and values of the layer itself.
+class States(Cache):
+    """A KV cache that gives the copy of a layer the keys and values of the layer itself: those `written` first."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.written: tuple[Tensor, Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.written = self.written or (key_states, value_states)
+        return self.written
+
+
+class Texts:
+    """Rows of the calibration text between two layers, and how a layer is called with them.
 
     exact, near: the model's hidden states and the copy's, `[rows, n, hidden]`: at first those before the layer `first`.
-    states: the keys and values that the layer first called has computed.
     """
 
     def __init__(self, model: PreTrainedModel, first: nn.Module, tokens: Tensor) -> None:
-        super().__init__(layers=[])
-        self.states: tuple[Tensor, Tensor] | None = None
-        args, self.kwargs = arguments_of(first, lambda: model(input_ids=tokens, past_key_values=self, use_cache=True))
+        states = self.states = States()
+        args, self.kwargs = arguments_of(first, lambda: model(input_ids=tokens, past_key_values=states, use_cache=True))
         self.exact = self.near = args[0] if args else self.kwargs.pop("hidden_states")
         self.args = args[1:]  # of a layer's call, after the hidden states
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.states = self.states or (key_states, value_states)
-        return self.states
 
     def through(self, layer: nn.Module, states: Tensor) -> Tensor:
         out = layer(states, *self.args, **self.kwargs)
@@ -197,7 +200,7 @@ def calibrated(
     for i, layer in enumerate(layers):
         copy = deepcopy(layer)
         for texts in batches:
-            texts.states = None
+            texts.states.written = None
             texts.exact = texts.through(layer, texts.exact)
         for stage in names.qkv, [names.out], names.up, [names.down]:
             linears = {f"{where}.{i}.{name}": copy.get_submodule(name) for name in stage}
@@ -231,8 +234,8 @@ def calibrated_stage(
     weight = torch.cat([weight_of(linear).float() for linear in linears])
     hessian, lacking = weight.new_zeros(weight.shape[1], weight.shape[1]), torch.zeros_like(weight)
     for texts in batches:
-        (inputs, *_), _ = arguments_of(linears[0], lambda: texts.through(layer, texts.near))
-        inputs = flat(inputs.view(*texts.near.shape[:2], -1))
+        args, _ = arguments_of(linears[0], lambda: texts.through(layer, texts.near))
+        inputs = flat(args[0].view(*texts.near.shape[:2], -1))
         hessian.addmm_(inputs.t(), inputs)
         if is_last:
             lacking.addmm_(flat(texts.exact - texts.through(layer, texts.near)).t(), inputs)

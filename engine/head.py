@@ -88,10 +88,7 @@ class HeadModel(CachedModel):
     """
 
     def __init__(self, network: HeadNetwork, target: CachedModel, name: str = "head") -> None:
-        layers, width = network.config.head["layers"], target.model.get_input_embeddings().weight.shape[1]
-        depth = target.model.config.num_hidden_layers
-        if network.config.hidden_size != width:
-            raise UserError(f"{name} has a width of {network.config.hidden_size}, and {target.name} of {width}")
+        layers, depth = network.config.head["layers"], target.model.config.num_hidden_layers
         if not layers or not all(isinstance(layer, int) and 0 <= layer <= depth for layer in layers):
             raise UserError(f"{name} reads the layers {layers}, and {target.name} has 0 to {depth}")
         weight = network.join.weight

@@ -6,7 +6,7 @@ import helpers
 import pytest
 import torch
 from helpers import rounded_copy
-from test_head import shifted
+from test_head import plant
 
 import PPL
 from engine.head import CONFIG, WEIGHTS, load_head
@@ -98,7 +98,7 @@ def test_greedy_output_of_the_head_is_plain_decodings_whatever_its_features_are(
         assert spec == plain[::every]
         rates.append(sum(r.alpha for r in records) / len(records))
         shares.append(sum(sum(r.accepted) for r in records) / sum(sum(r.drafted) for r in records))
-        shifted(monkeypatch)
+        plant(monkeypatch, "shifted")
     assert 0.5 < rates[0] < 1 and shares[1] < 0.7 * shares[0]
 
 

@@ -23,7 +23,7 @@ from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
-from engine.head import HeadModel, HeadNetwork, load_head, save_head
+from engine.head import CONFIG, WEIGHTS, HeadModel, HeadNetwork, load_head, save_head
 from methods import treeSampling as trees
 from methods.cascade import CascadeDrafter
 from methods.drafters import DrafterWithModel, ModelDrafter
@@ -97,34 +97,7 @@ def by_definition(source, text, guesses):
     return torch.stack(logits)
 
 
-def rounds(target, drafter, sampling=FREE, tree=None, count=6, prompts=SHORT):
-    """Rounds of a batch: (the texts before, the guesses, the rows after) of each."""
-    found = []
-    draft = drafter.grow if tree else drafter.draft
-
-    def watched(*given):
-        found.append(draft(*given))
-        return found[-1]
-
-    setattr(drafter, "grow" if tree else "draft", watched)
-    generator = torch.Generator().manual_seed(0)
-    rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
-    drafter.begin(rows)
-    length = Fixed(tree) if tree else Fixed(3)
-    length.begin(rows)
-    with torch.inference_mode():
-        target.first_token(rows, sampling)
-        drafter.read_prompts(rows)
-        for _ in range(count):
-            before = copy.deepcopy(rows.texts)
-            if tree:
-                trees.advance_tree(rows, target, drafter, length, sampling, traversal_rule)
-            else:
-                loop.advance(rows, target, drafter, length, sampling, token_rule)
-            yield before, found[-1], rows
-
-
-def check_rounds(source, models, tree=None, **options):
+def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
     """Assert that guesses are drawn from what the design says, and that after each round the features of all tokens
     that the target has read are those of one forward. source: the eager models. Returns how many guesses were
     accepted."""
@@ -132,17 +105,36 @@ def check_rounds(source, models, tree=None, **options):
     close = partial(torch.testing.assert_close, atol=2e-4, rtol=1e-3)
     # The first of some siblings is drawn from q itself.
     nodes = [] if tree is None else [node for node in range(1, tree.size + 1) if tree.ranks[node - 1] == 0]
-    paths = [[n - 1 for n in tree.path(node)] for node in nodes] or [[0, 1, 2]]
-    for before, guesses, rows in rounds(target, TreeDrafter(head), tree=tree, **options):
-        for row, text in enumerate(before):
-            drafts = guesses.drafts[row].tolist()
-            for path in paths:
-                q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
-                close(guesses.q[row, path[-1]], q[-1])
-                if tree is None:
-                    close(guesses.q[row], q)
-        for row, text in enumerate(rows.texts):
-            close(target.features[row, : len(text)], true_features(source[0], text[:-1]))
+    paths = [[n - 1 for n in tree.path(node)] for node in nodes] or [[0], [0, 1], [0, 1, 2]]
+    drafter, length = TreeDrafter(head), Fixed(tree or 3)
+    name = "grow" if tree else "draft"
+    draft = getattr(drafter, name)
+
+    def watched(*given):
+        drafter.guesses = draft(*given)
+        return drafter.guesses
+
+    setattr(drafter, name, watched)
+    generator = torch.Generator().manual_seed(0)
+    rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
+    drafter.begin(rows)
+    length.begin(rows)
+    with torch.inference_mode():
+        target.first_token(rows, FREE)
+        drafter.read_prompts(rows)
+        for _ in range(count):
+            before = copy.deepcopy(rows.texts)
+            if tree:
+                trees.advance_tree(rows, target, drafter, length, FREE, traversal_rule)
+            else:
+                loop.advance(rows, target, drafter, length, FREE, token_rule)
+            for row, text in enumerate(before):
+                drafts = drafter.guesses.drafts[row].tolist()
+                for path in paths:
+                    q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
+                    close(drafter.guesses.q[row, path[-1]], q[-1])
+            for row, text in enumerate(rows.texts):
+                close(target.features[row, : len(text)], true_features(source[0], text[:-1]))
     return sum(sum(record.accepted) for record in rows.records)
 
 
@@ -172,55 +164,36 @@ def test_any_number_of_threads_and_of_tokens_in_a_prompt(kernels, three_threads)
     check_rounds(*(pair(engine=engine, **KINDS["wide"]) for engine in ("eager", "compiled")), prompts=prompts, count=2)
 
 
-def few_are_read(monkeypatch):
-    """Two tokens, as by a draft whose keys do not depend on the target."""
-    right = DrafterWithModel.unread
-    monkeypatch.setattr(DrafterWithModel, "unread", lambda self, guesses: right(self, 1))
+MISTAKES = {  # {mistake: (class, its function, f(the right one) -> the wrong one)}
+    "two are read": (DrafterWithModel, "unread", lambda right: lambda self, guesses: right(self, 1)),
+    "shifted": (
+        CachedModel,
+        "features_before",
+        lambda right: lambda self, slots, places: right(self, (slots - 1).clamp(min=0), places),
+    ),
+    "features stay": (CachedModel, "move", lambda _: lambda self, source, slots: self.cache.move(source, slots)),
+    "all are overwritten": (  # by the head, those of a prompt's end and of all tokens that it reads again
+        CachedModel,
+        "forward",
+        lambda right: lambda self, *block, keep=None: right(self, *block)[:, slice(None) if keep is None else keep],
+    ),
+}
 
 
-def features_move_with_a_gap(monkeypatch):
-    right = CachedModel.move
-
-    def move(self, source, slots):
-        right(self, source, slots)
-        if self.store.features is not None:
-            self.store.features[: len(source)].scatter_(1, (slots + 1)[..., None].expand(-1, -1, 32), 0.0)
-
-    monkeypatch.setattr(CachedModel, "move", move)
+def plant(monkeypatch, mistake):
+    kind, name, wrong = MISTAKES[mistake]
+    monkeypatch.setattr(kind, name, wrong(getattr(kind, name)))
 
 
-def shifted(monkeypatch):
-    right = CachedModel.features_before
-    monkeypatch.setattr(
-        CachedModel, "features_before", lambda self, slots, places: right(self, (slots - 1).clamp(min=0), places)
-    )
-
-
-def every_feature_is_overwritten(monkeypatch):
-    """By the head, those of a prompt's end and of all tokens that it reads again."""
-    right = CachedModel.forward
-
-    def forward(self, tokens, positions, places=None, keep=None):
-        logits = right(self, tokens, positions, places)
-        return logits if keep is None else logits[:, keep]
-
-    monkeypatch.setattr(CachedModel, "forward", forward)
-
-
-@pytest.mark.parametrize("mistake", [few_are_read, features_move_with_a_gap, shifted, every_feature_is_overwritten])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_with_features_is_caught(mistake, monkeypatch):
     source, models = pair(), pair()
-    mistake(monkeypatch)
+    plant(monkeypatch, mistake)
     with pytest.raises(AssertionError):
-        check_rounds(source, models, Tree.of("2/1,1/1,0") if mistake is features_move_with_a_gap else None)
+        check_rounds(source, models, Tree.of("2/1,1/1,0") if mistake == "features stay" else None)
 
 
-def test_parents_of_nodes():
-    tree, roots = Tree.of("3/2,1,0/1,2,0"), torch.tensor([4, 9])
-    slots = roots[:, None] + torch.arange(tree.size + 1)
-    places = Places(slots, slots, roots, torch.tensor(tree.ancestors))
-    assert places.parents.tolist() == [[root + parent for parent in (-1, *tree.parents)] for root in (4, 9)]
-    assert places.only([2, 5, 6]).parents[0].tolist() == [4 + tree.parents[node - 1] for node in (2, 5, 6)]
+def test_parents_in_the_deepest_chain():
     slots, chain = torch.arange(63)[None], torch.tensor(Tree.chain(62).ancestors)
     assert Places(slots, slots, torch.tensor([0]), chain).parents[0].tolist() == [*range(-1, 62)]
 
@@ -371,21 +344,19 @@ def test_a_copy_that_scores_a_heads_guesses_writes_their_features(engine):
 @pytest.mark.parametrize("name", ["chains", "trees"])
 def test_on_a_gpu_its_steps_are_captured(name):
     """Greedy texts in two caches, and plain decoding in between, which writes no features."""
-    source, texts = pair(), []
-    wanted = [SAMPLERS[name](*source)(prompts, max_len=12, sampling=GREEDY) for prompts in (SHORT[:2], SHORT[2:])]
+    source, batches = pair(), (SHORT[:2], SHORT[2:], SHORT[:2])
+    wanted = [SAMPLERS[name](*source)(prompts, max_len=12, sampling=GREEDY) for prompts in batches]
     with softwareCuda.machine(1):
         target = CachedModel(source[0].model.to("cuda"), FEW, "target")
         head = HeadModel(source[1].model.to("cuda"), target)
         target = compiled(target)
         head = compiled(head, target)
         sampler = SAMPLERS[name](target, head)
-        for prompts in SHORT[:2], SHORT[2:], SHORT[:2]:
-            texts.append(sampler(prompts, max_len=12, sampling=GREEDY))
-            assert regrSampling(prompts, target, 12, GREEDY)[0] == texts[-1][0]
+        for prompts, (right, right_records) in zip(batches, wanted):
+            text, records = sampler(prompts, max_len=12, sampling=GREEDY)
+            assert text == right == regrSampling(prompts, target, 12, GREEDY)[0]
+            assert [record.accepted for record in records] == [record.accepted for record in right_records]
         assert head.graphs and target.graphs and not head.refused | target.refused
-    for (text, records), (right, right_records) in zip(texts, [*wanted, wanted[0]]):
-        assert text == right
-        assert [record.accepted for record in records] == [record.accepted for record in right_records]
 
 
 def test_a_head_is_read_from_the_folder_it_was_written_to(tmp_path):
@@ -415,53 +386,40 @@ def edit(folder, head=None, **changes):
     (folder / "config.json").write_text(json.dumps(about | changes))
 
 
-def without(folder, name):
-    weights = heads.load_file(folder / "model.safetensors")
-    del weights[name]
-    heads.save_file(weights, folder / "model.safetensors")
+def put(folder, **weights):
+    """Replace weights; None: the weight is lost."""
+    weights = heads.load_file(folder / "model.safetensors") | weights
+    heads.save_file({name: x for name, x in weights.items() if x is not None}, folder / "model.safetensors")
 
 
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
+def cut(folder, file, size):
+    (folder / file).write_bytes((folder / file).read_bytes()[:size])
 
 
 BROKEN = [
-    (lambda folder: edit(folder, head={"target": "v0"}), "it was trained for v0, and the target is v1"),
-    (lambda folder: edit(folder, vocab_size=60), "60 tokens"),
-    (lambda folder: edit(folder, hidden_size=64), "a width of 64"),
-    (lambda folder: edit(folder, head={"layers": [0, 1, 3]}), "layers"),
-    (lambda folder: edit(folder, head={"layers": [0, 1]}), "size mismatch for fuse.weight"),
-    (lambda folder: edit(folder, num_attention_heads=0), "is not a head"),
-    (lambda folder: (folder / "config.json").unlink(), "cannot be read"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "cannot be read"),
-    (lambda folder: cut(folder / "config.json", 50), "cannot be read"),
-    (lambda folder: cut(folder / "model.safetensors", 2000), "cannot be read"),
-    (lambda folder: (folder / "config.json").write_text("{}"), "cannot be read"),
-    (lambda folder: without(folder, "join.weight"), "join.weight is missing in"),
-    (lambda folder: without(folder, "tokens"), "does not have the tokens"),
-    (lambda folder: edit(folder, head={"tokens": 2}), "does not have the tokens"),
+    (edit, {"head": {"target": "v0"}}, "it was trained for v0, and the target is v1"),
+    (edit, {"vocab_size": 60}, "60 tokens"),
+    (edit, {"hidden_size": 64}, "a width of 64"),
+    (edit, {"head": {"layers": [0, 1, 3]}}, "layers"),
+    (edit, {"head": {"layers": [0, 1]}}, "size mismatch for fuse.weight"),
+    (edit, {"num_attention_heads": 0}, "is not a head"),
+    *((cut, {"file": file, "size": size}, "cannot be read") for file, size in ((CONFIG, 50), (WEIGHTS, 2000))),
+    *((lambda folder, file=file: (folder / file).unlink(), {}, "cannot be read") for file in (CONFIG, WEIGHTS)),
+    (lambda folder: (folder / CONFIG).write_text("{}"), {}, "cannot be read"),
+    (put, {"join.weight": None}, "join.weight is missing in"),
+    (put, {"tokens": None}, "does not have the tokens"),
+    (put, {"tokens": torch.tensor([7, -1, 60])}, "does not have the tokens"),
+    (edit, {"head": {"tokens": 2}}, "does not have the tokens"),
 ]
 
 
-def test_a_broken_folder_is_refused_in_one_line(tmp_path):
+def test_a_broken_folder_and_another_target_are_refused_in_one_line(tmp_path):
     target, head = pair(vocabulary=61, tokens=torch.tensor([7, 3, 60]))
-    for number, (breaks, reason) in enumerate(BROKEN):
-        folder = tmp_path / str(number)
-        save_head(head.model, folder, "v1", {})
-        load_head(folder, target, "v1")
-        breaks(folder)
+    for breaks, how, reason in BROKEN:
+        save_head(head.model, tmp_path, "v1", {})
+        load_head(tmp_path, target, "v1")
+        breaks(tmp_path, **how)
         with refused(reason):
-            load_head(folder, target, "v1")
-    save_head(head.model, folder, "v1", {})
-    tokens = heads.load_file(folder / "model.safetensors") | {"tokens": torch.tensor([7, -1, 60])}
-    heads.save_file(tokens, folder / "model.safetensors")
-    with refused("does not have the tokens"):
-        load_head(folder, target, "v1")
-
-
-def test_a_target_of_another_width_or_dtype_is_refused():
-    target = helpers.tiny()
+            load_head(tmp_path, target, "v1")
     with refused("have the dtype of"):
-        HeadModel(network_for(target), CachedModel(target.model.bfloat16()))
-    with refused("a width of 32"):
-        HeadModel(network_for(helpers.tiny()), helpers.tiny(hidden_size=64))
+        HeadModel(head.model, CachedModel(target.model.bfloat16()))

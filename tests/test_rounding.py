@@ -95,15 +95,6 @@ def test_every_linear_layer_is_rounded_once_and_the_model_stays(family, dtype):
         assert (codes.weight() - weight).norm() < 0.3 * weight.norm()
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped():
-    model, tokens = model_and_tokens("llama")
-    whole = list(calibrated(model, tokens, 4, {}))
-    for stop in 1, 4, 7, 9, 14:
-        rest = calibrated(model, tokens, 4, dict(whole[:stop]))
-        for (name, codes), (wanted, others) in zip(rest, whole[stop:], strict=True):
-            assert name == wanted and torch.equal(codes[0], others[0]) and torch.equal(codes[1], others[1])
-
-
 def divergence(model, tokens, weights):
     """Mean KL divergence of the model's distributions from those with other weights."""
     exact = model(tokens).logits.log_softmax(-1)

@@ -1,18 +1,19 @@
 """The target's own copy in few bits: its weights, the KV cache that both share, its text, where its codes are kept."""
 
 import copy
+import itertools
 import json
 import re
 import shutil
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import helpers
 import pytest
 import torch
 from conftest import few_mistakes, refused
 from helpers import rounded_copy
-from mistakes import always_accept, p_shifted, replace_from_p
 from outcomes import speculative_error
 from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
@@ -33,7 +34,7 @@ from methods import selfDraft
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.selfDraft import MeasuredCopy, SelfDrafter, copies_of, trials
+from methods.selfDraft import SelfDrafter, copies_of, trials
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -46,9 +47,9 @@ def draws(seed):
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """A folder of each test for codes."""
+    """An empty folder for codes. Without it, they are kept from test to test."""
     monkeypatch.setattr(engineCopies, "cache_folder", lambda: tmp_path)
     return tmp_path
 
@@ -64,14 +65,11 @@ def test_a_weight_and_inputs_of_few_bits_by_hand():
     x = torch.tensor([[127.0, 63.4, -0.6, 0.2] + [0.0] * 60])
     y = QuantisedLinear(same, None)(x)
     assert y[0, :4].tolist() == [127, 63, -1, 0] and not y[0, 4:].any()
-
-
-@pytest.mark.parametrize("bits", BITS)
-def test_a_layer_of_few_bits_is_that_product(bits):
-    weight, bias, x = helpers.random_codes(40, 96, bits), torch.randn(40), torch.randint(-127, 128, (2, 3, 96)).float()
-    x[..., ::32] = 127  # So rounding each group to multiples of its largest number over 127 changes nothing.
-    wanted = linear(x.double(), weight.weight().double(), bias.double())
-    torch.testing.assert_close(QuantisedLinear(weight, bias)(x).double(), wanted, atol=1e-3, rtol=1e-5)
+    for bits in BITS:
+        weight, bias, x = helpers.random_codes(40, 96, bits), torch.randn(40), torch.randint(-127, 128, (2, 96)).float()
+        x[:, ::32] = 127  # So rounding each group to multiples of its largest number over 127 changes nothing.
+        wanted = linear(x.double(), weight.weight().double(), bias.double())
+        torch.testing.assert_close(QuantisedLinear(weight, bias)(x).double(), wanted, atol=1e-3, rtol=1e-5)
 
 
 def test_torchs_operator_computes_the_same(monkeypatch):
@@ -124,79 +122,51 @@ def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
 # The cache that both share, and the text.
 
 
-def drafters(target, made, draft):
-    """{name: f(prompts, max_len, sampling, generator)} of every way in which the copy guesses."""
-
-    def chain(drafter, gamma=4, **options):
-        return lambda prompts, max_len, sampling, generator=None: specSampling(
-            prompts, target, drafter, max_len, gamma, sampling, None, generator, **options
-        )[0]
-
-    return {
-        "chain": chain(ModelDrafter(made)),
-        "block": chain(ModelDrafter(made), verify=block_rule),
-        "draft confidence": chain(ModelDrafter(made), DraftConfidence(6, 0.4)),
-        "as costs say": chain(ModelDrafter(made), CostAware(6)),
-        "lookup first": chain(LookupFirst(LookupDrafter(target.vocabulary, 1), ModelDrafter(made))),
-        "three levels": chain(CascadeDrafter(made, ModelDrafter(draft), Fixed(2))),
-        "tree": lambda prompts, max_len, sampling, generator=None: treeSampling(
-            prompts, target, TreeDrafter(made), max_len, Tree.of("3,2,1"), sampling, None, generator
-        )[0],
-    }
+def chain(drafter, gamma=4, **how):
+    return lambda target, prompts, *rest: specSampling(prompts, target, drafter, 24, gamma, *rest, **how)[0]
 
 
-NAMES = list(drafters(*[helpers.tiny(layers=1)] * 3))
+WAYS = {  # in which the copy guesses: f(the copy, a small draft) -> f(target, prompts, sampling, ends, generator)
+    "chain": lambda made, draft: chain(ModelDrafter(made)),
+    "block": lambda made, draft: chain(ModelDrafter(made), verify=block_rule),
+    "draft confidence": lambda made, draft: chain(ModelDrafter(made), DraftConfidence(6, 0.4)),
+    "as costs say": lambda made, draft: chain(ModelDrafter(made), CostAware(6)),
+    "lookup first": lambda made, draft: chain(LookupFirst(LookupDrafter(61, 1), ModelDrafter(made))),
+    "three levels": lambda made, draft: chain(CascadeDrafter(made, ModelDrafter(draft), Fixed(2))),
+    "tree": lambda made, draft: (
+        lambda target, prompts, *rest: treeSampling(prompts, target, TreeDrafter(made), 24, Tree.of("3,2,1"), *rest)[0]
+    ),
+}
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def shared(request):
-    """A target, its copy, and a small draft: eager, and computed by the kernels."""
+    """(a target, {way: f(prompts, sampling, ends, generator) -> texts}): eager, and computed by the kernels."""
     target, draft = helpers.tiny(), near(helpers.tiny(), 0.3)
     made = rounded_copy(target, 4)
     if request.param == "compiled":
         request.getfixturevalue("kernels")
         target = compiled(target)
         made, draft = compiled(made, target), compiled(draft)
-    return target, made, draft
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_greedy_texts_are_the_targets(shared, name):
-    target, made, _ = shared
     assert made.cache_of is target and made.store is target.store
-    wanted = regrSampling(PROMPTS, target, 24, GREEDY)[0]
-    assert drafters(*shared)[name](PROMPTS, 24, GREEDY) == wanted
+    return target, {name: partial(way(made, draft), target) for name, way in WAYS.items()}
 
 
 @torch.inference_mode()
-def test_the_cache_holds_what_the_target_computed(shared):
+def test_greedy_texts_are_the_targets_and_the_cache_holds_what_it_computed(shared):
     """Invariant 1, after texts with rejected guesses: at the committed tokens' slots, nothing is the copy's."""
-    target, _, _ = shared
-    for name in NAMES:
-        text = drafters(*shared)[name](PROMPTS[:1], 24, FREE, draws(3))[0]
+    target, ways = shared
+    wanted = regrSampling(PROMPTS, target, 24, GREEDY)[0]
+    for name, way in ways.items():
+        assert way(PROMPTS, GREEDY) == wanted, name
+        text = way(PROMPTS[:1], FREE, None, draws(3))[0]
         after = [states.clone() for states in target.cache.states()]
         tokens = torch.tensor([PROMPTS[0] + text[:-1]])  # The last token is not read.
-        count = tokens.shape[1]
         target.reserve(1, 100)
-        target.forward(tokens, torch.arange(count)[None])
-        for states, wanted in zip(after, target.cache.states()):
-            torch.testing.assert_close(states[:, :, :count], wanted[:, :, :count], atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "as costs say"])  # Its guesses follow the clock.
-def test_noise_in_the_guesses_slots_changes_no_text(shared, name, monkeypatch):
-    """Before the target reads a block, noise is written to all slots from its first one on, as the copy may have."""
-    target = shared[0]
-    wanted, forward = drafters(*shared)[name](PROMPTS, 20, FREE, draws(5)), target.forward
-
-    def forward_after_noise(tokens, positions, *rest, **named):
-        for row, start in enumerate(positions[:, 0].tolist(), target.first_row):
-            for states in target.cache.states():
-                states[row, :, start:].normal_()
-        return forward(tokens, positions, *rest, **named)
-
-    monkeypatch.setattr(target, "forward", forward_after_noise)
-    assert drafters(*shared)[name](PROMPTS, 20, FREE, draws(5)) == wanted
+        target.forward(tokens, torch.arange(tokens.shape[1])[None])
+        for found, right in zip(after, target.cache.states()):
+            found, right = (states[:, :, : tokens.shape[1]] for states in (found, right))
+            torch.testing.assert_close(found, right, atol=1e-4, rtol=1e-3)
 
 
 def error(levels=2, **options):
@@ -214,11 +184,6 @@ def test_texts_have_the_targets_probabilities(options):
     assert error(**options) < 1e-6
 
 
-@pytest.mark.parametrize("verify", [always_accept, replace_from_p, p_shifted])
-def test_a_planted_mistake_in_verification_is_caught(verify):
-    assert error(gamma=1, verify=verify) > 1e-3
-
-
 def test_a_target_that_leaves_the_copys_keys_is_caught():
     assert error(target=DraftKeysTarget, length=3) > 1e-4
     assert MISTAKES["draft's keys"].own_copy and MISTAKES["draft's keys"].target is DraftKeysTarget
@@ -228,11 +193,10 @@ def test_the_copy_reads_one_token_and_no_prompt(monkeypatch):
     """A draft with a cache of its own reads the prompt, and two tokens in a round."""
     target = helpers.tiny()
     for made, widths in (rounded_copy(target, 8), {1}), (near(target), {1, 2, len(PROMPTS[0])}):
-        seen, forward = set(), made.forward
-        monkeypatch.setattr(made, "forward", lambda tokens, *rest, **named: (
-            seen.add(tokens.shape[1]), forward(tokens, *rest, **named))[1])  # fmt: skip
+        spy = Mock(wraps=made.forward)
+        monkeypatch.setattr(made, "forward", spy)
         specSampling(PROMPTS[:1], target, ModelDrafter(made), 20, 3, GREEDY)
-        assert seen == widths
+        assert {call.args[0].shape[1] for call in spy.call_args_list} == widths
 
 
 # Where the codes are kept.
@@ -259,22 +223,21 @@ def test_codes_are_made_once_whatever_the_dtype(cache):
 def test_interrupted_work_goes_on_where_it_stopped(cache):
     target, text = helpers.tiny(), torch.randint(61, (2, 20), generator=draws(0))
     whole = made_of(target, text=lambda: text).of(4, target).model.state_dict()
-    shutil.rmtree(next(cache.glob("copies-*")))
+    for stop in 1, 3, 6, 8:  # within a decoder layer and between two
+        shutil.rmtree(next(cache.glob("copies-*")))
+        with pytest.raises(KeyboardInterrupt):
+            made_of(target, text=lambda: text, follow=partial(interrupted, stop))
+        assert len(list(cache.glob("copies-*/4/*"))) == stop
+        counts = []
+        found = made_of(target, text=lambda: text, follow=lambda work, *told: counts.append(told) or work)
+        assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - stop)]
+        after = found.of(4, target).model.state_dict()
+        assert all(torch.equal(whole[name], after[name]) for name in whole)
 
-    def interrupted(work, title, steps):
-        for number, layer in enumerate(work):
-            if number == 3:
-                raise KeyboardInterrupt
-            yield layer
 
-    with pytest.raises(KeyboardInterrupt):
-        made_of(target, text=lambda: text, follow=interrupted)
-    assert len(list(cache.glob("copies-*/4/*"))) == 3
-    counts = []
-    found = made_of(target, text=lambda: text, follow=lambda work, *told: counts.append(told) or work)
-    assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - 3)]
-    after = found.of(4, target).model.state_dict()
-    assert all(torch.equal(whole[name], after[name]) for name in whole)
+def interrupted(stop, work, title, steps):
+    yield from itertools.islice(work, stop)
+    raise KeyboardInterrupt
 
 
 def test_what_cannot_be_rounded_is_refused_in_one_line():
@@ -305,39 +268,19 @@ def test_a_drafter_needs_the_target_alone():
 
 def test_trials_measure_acceptance_and_cost(monkeypatch):
     target = helpers.tiny()
+    times = selfDraft.seconds(torch.arange(12)[None], (rounded_copy(target, 4), 1), (target, 1), (target, 4))
+    assert len(times) == 3 and min(times) > 0  # of forwards after the text
     monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [0.25, 1.0, 1.5])
     found = list(trials(target, copies_of(target), FREE, 3))
     assert [trial.bits for trial in found] == list(BITS)
     alphas = [trial.alpha for trial in found]
-    assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001
-    a = alphas[0]
+    assert alphas == sorted(alphas) and 0.3 < (a := alphas[0]) < alphas[-1] <= 1.0001
     assert found[0].cost == 0.25 and found[0].gain == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 1.5))
-    assert isinstance(found[0], MeasuredCopy)
-
-
-def test_times_are_those_of_forwards_after_the_text():
-    target = helpers.tiny()
-    times = selfDraft.seconds(torch.arange(12)[None], (rounded_copy(target, 4), 1), (target, 1), (target, 4))
-    assert len(times) == 3 and min(times) > 0
 
 
 # The command line.
 
 
-@pytest.fixture
-def shared_cache(small_copies, monkeypatch):
-    """Codes are kept from test to test."""
-    monkeypatch.setattr(engineCopies, "cache_folder", lambda: small_copies)
-
-
-def run_of(cli, flags, out, *words):
-    """(exit code, lines of results) of a run by these flags."""
-    code = cli.main([*flags, *words, "--sentences", "1", "--out", str(out)])
-    file = out / "results.jsonl"
-    return code, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-@pytest.mark.usefixtures("shared_cache")
 @pytest.mark.parametrize(
     "words",
     [
@@ -355,20 +298,21 @@ def run_of(cli, flags, out, *words):
         "--mid self --draftBits 4 --lossless cascade --tokens 60 --compile",
     ],
 )
-def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request, monkeypatch):
+def test_runs_with_the_copy(run, capsys, words, request, monkeypatch):
     few_mistakes(monkeypatch)
     if "--compile" in words:
         request.getfixturevalue("kernels")
     if "--sweep" in words:
         monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
-    code, lines = run_of(cli, flags, tmp_path, *words.split())
-    assert code == 0 and lines[-1]["kind"] == "end", capsys.readouterr()
+    lines = run(f"{words} --sentences 1")
     said = capsys.readouterr().out
     (about,) = re.findall(r"The target drafts for itself: its copy in (\d) bits takes [\d.]+ [KM]B, \d+%", said)
-    models, flagged = lines[0]["models"], lines[0]["flags"]
+    models = lines[0]["models"]
     copies = {role for role, model in models.items() if f", {about} bits, sha256:" in model["version"]}
-    assert flagged["draftBits"] == about and copies == (
-        {role for role in ("draft", "mid") if f"--{role} self" in words} or {"self"}
+    assert (
+        lines[0]["flags"]["draftBits"] == about
+        and lines[-1]["kind"] == "end"
+        and copies == ({role for role in ("draft", "mid") if f"--{role} self" in words} or {"self"})
     )
     assert {models[role]["parameters"] for role in copies} == {models["target"]["parameters"]}
     if "--temperature 0" in words:
@@ -376,33 +320,33 @@ def test_runs_with_the_copy(cli, flags, tmp_path, capsys, words, request, monkey
         assert len(texts) == 6 and set(texts.values()) == {texts["target"]}
 
 
-@pytest.mark.usefixtures("shared_cache", "kernels")
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("words", ["--mid self --speedMulti", "--draft self --speedNew --compile"])
-def test_a_text_is_played(cli, flags, tmp_path, capsys, words):
+def test_a_text_is_played(run, tmp_path, capsys, words):
     page = tmp_path / "page.json"
-    assert run_of(cli, flags, tmp_path, *words.split(), "--show", "--html", str(page)) == (0, [])
+    assert run(f"{words} --sentences 1 --show --html", page) == []
     assert "The target drafts for itself" in capsys.readouterr().out
     models = json.loads(page.read_text())["models"].values()
     assert any("sha256:" in model["version"] and "bits" in model["version"] for model in models)
 
 
-def test_the_fastest_copy_is_used_recorded_and_used_again(cli, flags, tmp_path, monkeypatch, capsys):
+def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monkeypatch, capsys):
     times = iter([0.9, 0.2, 0.9, 0.9])  # of a copy's step: that in 5 bits is the fastest
     monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [next(times), 1.0, 1.2])
-    code, (run, *_) = run_of(cli, flags, tmp_path, "--draft", "self", "--compare", "fixed")
-    assert code == 0 and run["flags"]["draftBits"] == "5" and "5 bits" in run["models"]["draft"]["name"]
+    record, *_ = run("--draft self --compare fixed --sentences 1")
+    assert record["flags"]["draftBits"] == "5" and "5 bits" in record["models"]["draft"]["name"]
     said = capsys.readouterr().out
     assert re.search(
         r"Copies .* were measured \(4 bits: .*; 8 bits: acceptance .*\); the copy in 5 bits is used\.", said
     )
     assert next(times, None) is None  # Nothing is measured again.
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
+    assert cli.main(["--rerun", "1", "--out", str(cache)]) == 0
     said = capsys.readouterr().out
     assert "texts are the same" in said and "have changed" not in said and "in 5 bits" in said
-    file = sorted(tmp_path.glob("copies-*/5/*"))[0]
+    file = sorted(cache.glob("copies-*/5/*"))[0]
     tensors = load_file(file)
     save_file(tensors | {"codes": tensors["codes"].flip(0)}, file)
-    cli.main(["--rerun", "1", "--out", str(tmp_path)])
+    cli.main(["--rerun", "1", "--out", str(cache)])
     assert "The weights of the draft, target in 5 bits, have changed" in capsys.readouterr().out
 
 
@@ -424,14 +368,13 @@ def test_too_little_memory_is_refused_before_the_copy_is_made(cache, monkeypatch
     loading.make_copies(target, [4])  # They are on the disk.
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_what_a_copy_takes_is_said(packed, monkeypatch):
+def test_what_a_copy_takes_is_said(monkeypatch):
     """Packed for the kernels, it takes its bits and a scale for each group; else a byte for each weight."""
     target = helpers.tiny()
     count = copies_of(target).weights
     assert count == sum(weight.numel() for weight in weights_of(target.model).values())
-    monkeypatch.setattr(loading, "is_compiled", lambda model: packed)
-    for bits in BITS:
+    for bits, packed in itertools.product(BITS, [False, True]):
+        monkeypatch.setattr(loading, "is_compiled", lambda model, packed=packed: packed)
         each = (bits / 8 if packed else 1) + 1 / 16  # bytes, of 4 in float32
         assert loading.copy_bytes(rounded_copy(target, bits), count, bits) == count * each
 
@@ -453,7 +396,7 @@ def test_a_home_that_cannot_be_written_keeps_nothing(monkeypatch):
     assert not copies.folder.exists()
 
 
-def test_long_work_is_announced(monkeypatch, capsys):
+def test_long_work_is_announced(cache, monkeypatch, capsys):
     monkeypatch.setattr(engineCopies, "LONG", 0)
     copies_of(helpers.tiny(seed=2), [6, 8])  # That is a matter of seconds.
     assert capsys.readouterr().err == ""
