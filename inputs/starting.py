@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from traceback import format_exception
 from types import ModuleType
 from typing import Any, cast
 
@@ -72,7 +73,7 @@ def run(script: str, flags: str) -> int:
             return code
         return runpy.run_path(script, run_name=Path(script).stem)["main"]()
     except (KeyboardInterrupt, ModuleNotFoundError) as error:
-        if KeyboardInterrupt in map(type, (error, error.__cause__, error.__context__)):  # transformers may rename it.
+        if "KeyboardInterrupt" in "".join(format_exception(error)):  # transformers may rename it, and that again.
             print("\nInterrupted.", file=sys.stderr)
             return 130
         if not isinstance(error, ModuleNotFoundError) or is_own(error.name or "test"):
