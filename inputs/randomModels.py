@@ -67,10 +67,6 @@ def config_of(shape: str) -> GPTNeoXConfig:
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
         rotary_pct=0.25,
-        max_position_embeddings=2048,
-        use_parallel_residual=True,
-        tie_word_embeddings=False,
-        bos_token_id=0,
         eos_token_id=0,
     )
 

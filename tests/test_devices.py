@@ -1,4 +1,4 @@
-"""A device that cannot be used is refused with one line that names the remedy."""
+"""A device that cannot be used is refused with one line that names the remedy. (Names that are none: test_flags.py.)"""
 
 from types import SimpleNamespace
 
@@ -22,14 +22,7 @@ def test_cuda_where_there_is_none_is_refused(name):
         pick_device(name)
 
 
-@pytest.mark.parametrize("name", ["gpu", "", "cpu:x", "meta", "two\nlines"])
-def test_a_bad_device_name_is_refused(name):
-    with refused("device", "--device cpu"):
-        pick_device(name)
-    assert pick_device("cpu") == "cpu"
-
-
-def test_the_gpu_of_an_apple_computer(monkeypatch):
+def test_the_gpu_of_an_apple_computer(monkeypatch, flags):
     """There is none here: what torch would be asked, and that no float64 and no bfloat16 gets there."""
     waited = []
     monkeypatch.setattr(torch.mps, "synchronize", lambda: waited.append("text"))
@@ -41,28 +34,24 @@ def test_the_gpu_of_an_apple_computer(monkeypatch):
     if not torch.backends.mps.is_available():
         with refused("mps", "use cpu"):
             pick_device("mps")
-
-
-def test_bfloat16_is_refused_on_mps(monkeypatch, flags):
     monkeypatch.setattr(processes, "pick_device", lambda name: name or "cpu")
     monkeypatch.setattr(prepare, "check_device", lambda name: None)
-    for wrong in (["--device", "mps", "--dtype", "bfloat16"], ["--draftDevice", "mps", "--dtype", "bfloat16"]):
+    for role in "--device", "--draftDevice":
         with refused("bfloat16", "mps", "--dtype float16"):
-            where_to_run(parse([*flags, *wrong]), processes.SINGLE)
+            where_to_run(parse([*flags, role, "mps", "--dtype", "bfloat16"]), processes.SINGLE)
     assert where_to_run(parse([*flags, "--device", "mps"]), processes.SINGLE) == ("mps", "mps", "float16", "float32")
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "wrong, processes, words",
     [
-        (["--draftDevice", "cuda:7"], ["CUDA" if not torch.cuda.is_available() else "cuda:7"]),
-        (["--draftDevice", "gpu"], ["gpu"]),
-        (["--draftDevice", "auto"], ["auto", "one device"]),
-        (["--draftDevice", "cpu", "--draft", "lookup"], ["lookup", "--draftDevice"]),
+        (["cuda:7"], processes.SINGLE, ["CUDA" if not torch.cuda.is_available() else "cuda:7"]),
+        (["gpu"], processes.SINGLE, ["gpu"]),
+        (["auto"], processes.SINGLE, ["auto", "one device"]),
+        (["cpu", "--draft", "lookup"], processes.SINGLE, ["lookup", "--draftDevice"]),
+        (["cuda:0"], processes.Processes(1, 2), ["single process"]),
     ],
 )
-def test_a_device_that_no_draft_can_be_on_is_refused(flags, wrong, words):
+def test_a_device_that_no_draft_can_be_on_is_refused(flags, wrong, processes, words):
     with refused(*words):
-        where_to_run(parse([*flags, *wrong]), processes.SINGLE)
-    with refused("single process"):
-        where_to_run(parse([*flags, "--draftDevice", "cuda:0"]), processes.Processes(1, 2))
+        where_to_run(parse([*flags, "--draftDevice", *wrong]), processes)

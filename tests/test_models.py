@@ -3,6 +3,9 @@
 import gc
 import json
 import os
+import re
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,24 +40,17 @@ def shard(folder):
     return sorted(folder.glob("*.safetensors"))
 
 
-def test_an_unknown_model_is_refused_and_those_there_are_named(tmp_path, monkeypatch):
+def test_a_model_is_named_by_a_folder_under_models_or_by_any_path(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MODELS", tmp_path)
-    with refused("pythia-1b", "none", "downloadModel.py"):
-        find_model("pythia-1b")
-    (tmp_path / "pythia-70m").mkdir()
-    with refused("pythia-1b", "available: pythia-70m"):
-        find_model("pythia-1b")
-    with refused("line\\nbreak"):
-        find_model("line\nbreak")
-    with refused("~nobody-of-this-name"):
-        find_model("~nobody-of-this-name/x")
-
-
-def test_a_model_is_named_by_a_folder_under_models_or_by_any_path(model_folder, monkeypatch):
-    monkeypatch.setattr(files, "MODELS", model_folder.parent)
     assert find_model("model") == find_model(str(model_folder)) == find_model(model_folder) == model_folder
     monkeypatch.chdir(model_folder)
     assert find_model(".").name == "model"  # what results call it
+    for name in "line\nbreak", "~nobody-of-this-name/x", "pythia-1b":
+        with refused(name.replace("\n", "\\n"), "available: model", "downloadModel.py"):
+            find_model(name)
+    monkeypatch.setattr(files, "MODELS", tmp_path / "none")
+    with refused("pythia-1b", "available: none"):
+        find_model("pythia-1b")
 
 
 def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
@@ -65,14 +61,15 @@ def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
     assert default_pair() == ("pythia-2.8b", "pythia-70m")
 
 
-def cut(size):
-    """Weights cut to their first bytes."""
+def garbled(folder, config, weights=None):
+    (folder / "config.json").write_bytes(config)
+    if weights is not None:
+        (folder / "model.safetensors").write_bytes(weights)
 
-    def change(folder):
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:size])
 
-    return change
+def cut(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
 
 
 def pickled(folder):
@@ -85,56 +82,41 @@ def without_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def sharded(index):
+def sharded(folder, index):
     """Weights in several files, of which one is lost, or with another index."""
-
-    def change(folder):
-        files = shard(folder)
-        files[-1].unlink() if index is None else (folder / "model.safetensors.index.json").write_bytes(index)
-
-    return change
-
-
-def of_kind(kind):
-    """Another kind of model, refused before its weights are read."""
-
-    def change(folder):
-        cut(0)(folder)
-        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-
-    return change
-
-
-def garbled(text):
-    return lambda folder: (folder / "config.json").write_bytes(text)
-
-
-def configured(**changes):
-    return lambda folder: configure(folder, **changes)
+    files = shard(folder)
+    files[-1].unlink() if index is None else (folder / "model.safetensors.index.json").write_bytes(index)
 
 
 GARBLED = b"", b'{"model_type": "gpt', b"[]", b"[" * 100_000, b"{}", b"\xff\xfe\0", b'{"model_type": "none"}'
-INDICES = None, b"{}", b"[]", b'{"weight_map": 3}', b"{"
 MISMATCH = ["do not match", "download"]  # transformers would go on, with random weights or without some layers.
 STATE = ["keep a state that positions cannot address"]
 REFUSED = [
     (lambda folder: (folder / "config.json").unlink(), ["no config.json", "download"]),
     (pickled, ["no .safetensors", "download"]),
-    *((cut(size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
-    *((garbled(text), ["/model", "download"]) for text in GARBLED),
-    (configured(hidden_size="x"), ["/model", "download"]),
-    (configured(num_attention_heads=0), ["/model", "download"]),
-    (configured(vocab_size=10**9), ["needs about", "smaller"]),
-    *((configured(num_hidden_layers=count), [*MISMATCH, "layers."]) for count in (4, 1, -1)),
-    (configured(hidden_size=64), [*MISMATCH, ".weight"]),
-    (configured(vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
+    *((partial(cut, size=size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
+    *((partial(garbled, config=text), ["/model", "download"]) for text in GARBLED),
+    (partial(configure, hidden_size="x"), ["/model", "download"]),
+    (partial(configure, num_attention_heads=0), ["/model", "download"]),
+    (partial(configure, vocab_size=10**9), ["needs about", "smaller"]),
+    *((partial(configure, num_hidden_layers=count), [*MISMATCH, "layers."]) for count in (4, 1, -1)),
+    (partial(configure, hidden_size=64), [*MISMATCH, ".weight"]),
+    (partial(configure, vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
-    *((sharded(index), ["/model", "download it again"]) for index in INDICES),
-    (of_kind("vit"), ["is not a causal language model"]),
-    (of_kind("bart"), ["models of type bart are not supported: it is an encoder with a decoder"]),
-    (of_kind("bert"), ["its tokens attend to those after them, as is_decoder is false"]),
-    (of_kind("mamba"), STATE),
-    (of_kind("jamba"), STATE),
+    *(
+        (partial(sharded, index=index), ["/model", "download it again"])
+        for index in (None, b"{}", b"[]", b'{"weight_map": 3}', b"{")
+    ),
+    *(  # Refused before their weights are read.
+        (partial(garbled, config=b'{"model_type": "%s"}' % kind, weights=b""), words)
+        for kind, words in {
+            b"vit": ["is not a causal language model"],
+            b"bart": ["models of type bart are not supported: it is an encoder with a decoder"],
+            b"bert": ["its tokens attend to those after them, as is_decoder is false"],
+            b"mamba": STATE,
+            b"jamba": STATE,
+        }.items()
+    ),
 ]
 
 
@@ -235,35 +217,29 @@ def test_a_model_too_large_for_the_device_is_spread_over_all_there_are(monkeypat
     assert texts[0] == texts[1]
 
 
-def test_what_is_spread_is_not_compiled(pair_folder, capsys):
-    model = load_model(pair_folder / "draft", load_tokenizer(pair_folder / "draft"), "float32", "cpu")
+def test_what_is_spread_is_not_compiled(model_folder, capsys):
+    model = load(model_folder)
     model.model.hf_device_map = {"a": "cpu", "b": "disk"}
     assert compiled(model) is model and "spread over several devices" in capsys.readouterr().err
 
 
-def anonymous_bytes():
-    """Memory of this process that is not a mapped file."""
-    with open("/proc/self/status") as lines:
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-
-
-@pytest.fixture(scope="module")
-def large_folder(tmp_path_factory):
-    """A bfloat16 model of more than 100 MB. Its weights are not initialised, which would take seconds."""
-    folder = tmp_path_factory.mktemp("large")
-    config = GPTNeoXConfig(vocab_size=8192, hidden_size=1024, num_hidden_layers=4, num_attention_heads=8)
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is used")
+def test_weights_are_mapped_and_copied_once_at_most(pair_folder, tmp_path):
+    config = GPTNeoXConfig(vocab_size=8192, hidden_size=1024, num_hidden_layers=2, num_attention_heads=8)
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(torch.bfloat16)
-    model.to_empty(device="cpu").save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="asks Linux what memory is used")
-@pytest.mark.parametrize(("dtype", "copies"), [("bfloat16", 0), ("float32", 1)])
-def test_weights_are_mapped_and_copied_once_at_most(pair_folder, large_folder, dtype, copies):
+    model.to_empty(device="cpu").save_pretrained(tmp_path)  # Initialising its weights would take seconds.
     tokenizer = load_tokenizer(pair_folder / "target")
-    gc.collect()
-    before = anonymous_bytes()
-    model = load(large_folder, tokenizer, dtype)
-    size = sum(weight.nbytes for weight in model.model.parameters())
-    assert size > 100e6 and anonymous_bytes() - before < (copies + 0.2) * size
+    del model
+
+    def anonymous_bytes():
+        """Memory of this process that is not a mapped file."""
+        gc.collect()
+        return 1024 * int(re.search(r"RssAnon:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+    for dtype, copies in ("bfloat16", 0), ("float32", 1):
+        before = anonymous_bytes()
+        model = load(tmp_path, tokenizer, dtype)
+        size = sum(weight.nbytes for weight in model.model.parameters())
+        assert size > 80e6 and anonymous_bytes() - before < (copies + 0.2) * size
+        del model

@@ -1,6 +1,7 @@
 """The loop of linear layers for each kind of processor, and how one is chosen. (Whole models: test_cpuModel.py.)"""
 
 import ctypes
+import hashlib
 import platform
 import re
 import shutil
@@ -113,16 +114,6 @@ def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bit
             assert (error <= bound).all() == (made is right) and (sums[:, SIDE:] == 7).all()
 
 
-def test_rows_are_packed_in_blocks_with_16_bit_numbers_in_pairs():
-    weight = torch.arange(40 * 6.0).view(40, 6)
-    for dtype, pair in (torch.float32, 1), (torch.bfloat16, 2):
-        made = packed(weight.to(dtype))
-        assert made.shape == (2, 6 // pair, SIDE, pair)
-        for row, column in (0, 0), (31, 5), (32, 1), (39, 4):
-            assert made[row // SIDE, column // pair, row % SIDE, column % pair] == weight.to(dtype)[row, column]
-        assert not made[1, :, 8:].any()
-
-
 @pytest.fixture
 def parts(tmp_path, monkeypatch):
     """`loader.build` of all but the operators of torch, which take long to compile."""
@@ -137,6 +128,7 @@ def parts(tmp_path, monkeypatch):
         monkeypatch.setattr(loader, "KINDS", kinds)
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.so"
         loader.build_library("g++", [], path)
+        assert loader.is_complete(path)
         return loader.typed(ctypes.CDLL(str(path)))
 
     return build
@@ -163,6 +155,16 @@ def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts, monkey
     made = parts({"amx": [], "plain": []})
     assert made.use_kernel(None) == b"plain"
     assert loader.missing(made) == ["linear layers use the kernel plain, because the operating system refuses amx"]
+
+
+def test_a_library_that_was_cut_short_is_not_complete(tmp_path):
+    library, digest = tmp_path / "kernels.so", tmp_path / "kernels.sha256"
+    library.write_bytes(b"library")
+    assert not loader.is_complete(library)
+    digest.write_text(hashlib.sha256(b"library").hexdigest())
+    assert loader.is_complete(library)
+    library.write_bytes(b"lib")
+    assert not loader.is_complete(library)
 
 
 def test_a_kind_that_is_not_there_changes_nothing():

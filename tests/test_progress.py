@@ -31,9 +31,8 @@ def test_without_a_terminal_long_work_prints_a_line_now_and_then(clock, capsys):
 def test_short_work_and_processes_other_than_the_first_print_nothing(clock, capsys, monkeypatch):
     assert list(progress.followed("abc", "short", 3)) == ["a", "b", "c"]
     monkeypatch.setenv("RANK", "1")
-    with progress.Bar("long", 2) as bar:
+    for _ in progress.followed(range(2), "long", 2):
         clock[0] += 100
-        bar.update()
     assert capsys.readouterr().err == ""
 
 
@@ -42,23 +41,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_shows_a_bar_and_no_lines(clock, monkeypatch):
+def test_a_terminal_shows_a_bar_until_the_work_is_done_or_given_up(clock, monkeypatch):
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with progress.Bar("work", 2) as bar:
+    before = len(progress.tqdm._instances)
+    with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 2) as bar:
         clock[0] += 100
         bar.update()
         bar.refresh()
-    assert "work:  50%" in terminal.getvalue() and "1 of 2" not in terminal.getvalue()
-
-
-def test_the_bar_is_gone_when_the_work_is_given_up(monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    before = len(progress.tqdm._instances)
+        assert "work:  50%" in terminal.getvalue() and "1 of 2" not in terminal.getvalue()
+        assert len(progress.tqdm._instances) == before + 1
+        raise RuntimeError("lost")
     following = progress.followed(range(3), "work", 3)
     assert next(following) == 0 and len(progress.tqdm._instances) == before + 1
     following.close()
-    assert len(progress.tqdm._instances) == before
-    with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 3):
-        assert len(progress.tqdm._instances) == before + 1
-        raise RuntimeError("lost")
     assert len(progress.tqdm._instances) == before

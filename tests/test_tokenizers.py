@@ -53,12 +53,8 @@ def test_every_token_that_the_model_or_its_tokenizer_names_ends_a_text(model_fol
             file.unlink()
         other.write_text(json.dumps(about | {"eos_token_id": config}))
         assert end_tokens(model_folder, tokenizer) == ends
-
-
-def test_a_file_that_names_no_tokens_as_the_end_is_refused(model_folder):
-    tokenizer = load_tokenizer(model_folder)
     for content in '{"eos_token_id": ["5"]}', '{"eos_token_id": true}', "[]x", "[1.5]":
-        (model_folder / "generation_config.json").write_text(content)
+        file.write_text(content)
         with refused("generation_config.json", "download it again"):
             end_tokens(model_folder, tokenizer)
 
@@ -86,6 +82,4 @@ def test_a_token_added_after_a_text_is_left_out(model_folder, before):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[end])
     tokenizer.save_pretrained(model_folder)
     assert PreTrainedTokenizerFast.from_pretrained(model_folder)("The lamp")["input_ids"][-1] == end[1]
-    loaded = load_tokenizer(model_folder)
-    assert loaded("The lamp")["input_ids"] == [end[1]] * len(before) + plain
-    assert encode(["The lamp"], loaded) == [[end[1]] * len(before) + plain]
+    assert encode(["The lamp"], load_tokenizer(model_folder)) == [[end[1]] * len(before) + plain]
