@@ -6,8 +6,7 @@ import torch
 from outcomes import speculative_error
 from test_specSampling import PROMPTS, near
 
-from decoding.drafter import Guesses
-from decoding.lengthRules import Fixed
+from decoding.drafter import Fixed, Guesses
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.sharedWeights import RestrictedModel
