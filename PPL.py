@@ -12,29 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from decoding.model import Model
 from decoding.verification import emitted
 from utils import UserError, not_finite
 
 Window = tuple[int, int, int]
 MapFunction = Callable[..., Iterable[Any]]  # map(function, items), as the builtin
 ROWS = 128  # Positions whose distributions are computed at a time. It bounds the memory for large vocabularies.
-
-
-class ScoringModel(Protocol):
-    """The interface of a model for perplexity. score(tokens `[1, n]`): the logits after each token, float32 `[1, n,
-    V]`, on the device of the tokens."""
-
-    name: str
-    device: Any
-    dtype: Any
-    context: int
-
-    def score(self, tokens: Tensor) -> Tensor: ...
 
 
 def speculative_log_probs(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tensor:
@@ -50,7 +39,7 @@ def speculative_log_probs(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tenso
     return emitted(p, q).gather(-1, tokens[:, None])[:, 0].log().float()
 
 
-def token_log_probs(tokens: Tensor, target: ScoringModel, draft: ScoringModel | None = None) -> dict[str, Tensor]:
+def token_log_probs(tokens: Tensor, target: Model, draft: Model | None = None) -> dict[str, Tensor]:
     """The log-probability of each of `tokens[1:]` given the tokens before it, from one forward of each model.
 
     Returns float32 `[n - 1]` on the host for "target" and, with a draft, for "draft" and "speculative" (the sampler of
@@ -70,23 +59,21 @@ def token_log_probs(tokens: Tensor, target: ScoringModel, draft: ScoringModel | 
     token_values = {role: torch.cat(parts).cpu() for role, parts in pieces.items()}
     for role, model in models.items():
         if token_values[role].isnan().any():
-            raise not_finite(model)
+            raise not_finite(model.name, model.dtype)
     return token_values
 
 
-def calculate_ppl_regr(tokens: Sequence[int] | Tensor, target: ScoringModel) -> float:
+def calculate_ppl_regr(tokens: Sequence[int] | Tensor, target: Model) -> float:
     """The perplexity of one text (two token ids or more) under one model: exp of the mean of -log p(x_i | x_<i)."""
     return perplexities(tokens, target)["target"]
 
 
-def calculate_ppl_spec(tokens: Sequence[int] | Tensor, target: ScoringModel, draft: ScoringModel) -> float:
+def calculate_ppl_spec(tokens: Sequence[int] | Tensor, target: Model, draft: Model) -> float:
     """The perplexity of one text under the speculative sampler made of `target` and `draft`."""
     return perplexities(tokens, target, draft)["speculative"]
 
 
-def perplexities(
-    tokens: Sequence[int] | Tensor, target: ScoringModel, draft: ScoringModel | None = None
-) -> dict[str, float]:
+def perplexities(tokens: Sequence[int] | Tensor, target: Model, draft: Model | None = None) -> dict[str, float]:
     """The perplexity of one text for each role of `token_log_probs`."""
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
@@ -135,8 +122,8 @@ class CorpusPerplexity:
 def calculate_ppl_corpus(
     text: str,
     tokenizer: Callable[..., Any],
-    target: ScoringModel,
-    draft: ScoringModel | None = None,
+    target: Model,
+    draft: Model | None = None,
     window: int = 1024,
     stride: int = 512,
     progress: Callable[[int], object] | None = None,

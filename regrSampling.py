@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from decoding.model import Model
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Generators, Rows
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from utils import Sampling
 
 

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafter import Drafter, Observer
-from decoding.lengthRules import Fixed, LengthRule
+from decoding.drafter import Drafter, Fixed, LengthRule, Observer
 from decoding.model import Model
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Generators, Rows
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from decoding.verification import VerificationRule, drawn_with, token_rule
 from utils import Sampling, not_finite
 
@@ -78,7 +76,7 @@ def advance(
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
     drafted, passed, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
     if min(drafted.values()) < 0:
-        raise not_finite(drafter.models[0])
+        raise not_finite(drafter.models[0].name, drafter.models[0].dtype)
     # Learn how many tokens to guess in the next round.
     length.learn(drafted, passed, {text: bool(is_sure) for text, is_sure in noted.items()})
     return p, accepted

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from benchmark.engines.peers import MODELS, ROWS, OtherMethod, Peer, PeerError, Source, short_reason
-from decoding.record import Record
+from decoding.rows import Record
 from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, EngineLine, GreedyAuditFigures

@@ -1,4 +1,5 @@
-"""`Drafter` guesses the next tokens; `Guesses` are its result for one round."""
+"""`Drafter` guesses the next tokens; `Guesses` are its result for one round; `LengthRule` says how many it may guess,
+`Fixed` the same number in each round."""
 
 from __future__ import annotations
 
@@ -11,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decoding.rows import Rows, upload
+from decoding.rows import Rows
 from decoding.tree import Tree, depths_of
-from utils import Sampling
+from utils import Sampling, UserError, upload
 
 if TYPE_CHECKING:
-    from decoding.lengthRules import LengthRule
     from decoding.model import Model
 
 
@@ -106,3 +106,67 @@ class Drafter(ABC):
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         """Draw at most `gammas[i]` guesses for row i, with the distributions they were drawn from. `length` may stop a
         row's guessing early."""
+
+
+class LengthRule(ABC):
+    """How many tokens to guess in each round, and in `methods.treeSampling` in which shape.
+
+    `lengthRules.RULES` names the rules. The first sentence of a rule's docstring is its help. Of a rule's parameters,
+    `length` is gamma, with the default that --gamma has for it; the others have the names and values of fields of
+    `methods.samplers.Decoding`.
+
+    A rule may look at committed tokens, past rounds, times, and guesses already drawn. A guess once drawn is always
+    submitted to verification. This keeps every rule lossless.
+
+    shapes: what it may choose; None: chains of any length.
+    stop: `stop(q_x)` is called after each guess with its probability `q_x[B]`, float32. Returns which rows stop
+        guessing, bool `[B]`. None: never called.
+    sure: `sure(p_x)` is called after each round with the target's probability `p_x[B]`, float32, of the last token it
+        drew. Its result, bool `[B]`, is passed to `learn`. None: never called.
+    """
+
+    shapes: Sequence[Tree] | None = None
+    stop: Callable[[Tensor], Tensor] | None = None
+    sure: Callable[[Tensor], Tensor] | None = None
+
+    @abstractmethod
+    def begin(self, rows: Rows) -> None:
+        """Start a new batch, or a queue of texts."""
+
+    @abstractmethod
+    def gammas(self) -> Sequence[int]:
+        """For the round that begins: the most tokens to guess for each row; in a tree, the depth of the deepest."""
+
+    def shape(self) -> Tree:
+        """The shape of the round that begins, the same until `learn`. A rule with several shapes overrides this."""
+        return self.shapes[0] if self.shapes else Tree.chain(max(self.gammas()))
+
+    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
+        """Learn from the round that ended.
+
+        drafted: {text: tokens guessed}, of the texts that had not ended; in a tree, the depth of the deepest.
+        accepted: {text: guesses accepted}; in a tree, the number of the last accepted node, or 0.
+        sure: {text: the result of `sure` for the token that the target drew last}, if the rule has a `sure`.
+        """
+        return
+
+
+def check_gamma(length: int) -> int:
+    """gamma, if a rule can have it. Raises UserError otherwise."""
+    if length < 1:
+        raise UserError(f"gamma must be 1 or more, not {length}")
+    return length
+
+
+class Fixed(LengthRule):
+    """Always gamma tokens. length: gamma, or a tree for `methods.treeSampling`."""
+
+    def __init__(self, length: int | Tree = 4) -> None:
+        tree = length if isinstance(length, Tree) else Tree.chain(check_gamma(length))
+        self.length, self.shapes = tree.depth, [tree]
+
+    def begin(self, rows: Rows) -> None:
+        self.rows, self.next = rows, [self.length] * len(rows.prompts)  # of each text
+
+    def gammas(self) -> Sequence[int]:
+        return [self.next[text] for text in self.rows.numbers]

@@ -1,6 +1,8 @@
-"""How many tokens to guess in the next round, and in which shape: the draft-length rules.
+"""How many tokens to guess in the next round, and in which shape: the rules that adapt.
 
-`Fixed` is the rule of the paper. Others adapt to the text, and `CostAware` to the machine too. A chain is a tree.
+`decoding.drafter` has the base class, and `Fixed`, the rule of the paper. Here are those that adapt to the text, and
+`CostAware`, which adapts to the machine too: it estimates from past rounds how often guesses are accepted, and what a
+round of each shape costs. A chain is a tree.
 """
 
 from __future__ import annotations
@@ -10,79 +12,16 @@ import itertools
 import math
 import operator
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 from torch import Tensor
 
+from decoding.drafter import Fixed, LengthRule, check_gamma
 from decoding.rows import Rows
 from decoding.tree import Tree
-from utils import UserError, check_share
-
-
-class LengthRule(ABC):
-    """How many tokens to guess in each round, and in `methods.treeSampling` in which shape.
-
-    RULES names the rules. The first sentence of a rule's docstring is its help. Of a rule's parameters, `length` is
-    gamma, with the default that --gamma has for it; the others have the names and values of fields of
-    `methods.samplers.Decoding`.
-
-    A rule may look at committed tokens, past rounds, times, and guesses already drawn. A guess once drawn is always
-    submitted to verification. This keeps every rule lossless.
-
-    shapes: what it may choose; None: chains of any length.
-    stop: `stop(q_x)` is called after each guess with its probability `q_x[B]`, float32. Returns which rows stop
-        guessing, bool `[B]`. None: never called.
-    sure: `sure(p_x)` is called after each round with the target's probability `p_x[B]`, float32, of the last token it
-        drew. Its result, bool `[B]`, is passed to `learn`. None: never called.
-    """
-
-    shapes: Sequence[Tree] | None = None
-    stop: Callable[[Tensor], Tensor] | None = None
-    sure: Callable[[Tensor], Tensor] | None = None
-
-    @abstractmethod
-    def begin(self, rows: Rows) -> None:
-        """Start a new batch, or a queue of texts."""
-
-    @abstractmethod
-    def gammas(self) -> Sequence[int]:
-        """For the round that begins: the most tokens to guess for each row; in a tree, the depth of the deepest."""
-
-    def shape(self) -> Tree:
-        """The shape of the round that begins, the same until `learn`. A rule with several shapes overrides this."""
-        return self.shapes[0] if self.shapes else Tree.chain(max(self.gammas()))
-
-    def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        """Learn from the round that ended.
-
-        drafted: {text: tokens guessed}, of the texts that had not ended; in a tree, the depth of the deepest.
-        accepted: {text: guesses accepted}; in a tree, the number of the last accepted node, or 0.
-        sure: {text: the result of `sure` for the token that the target drew last}, if the rule has a `sure`.
-        """
-        return
-
-
-def check_gamma(length: int) -> int:
-    """gamma, if a rule can have it. Raises UserError otherwise."""
-    if length < 1:
-        raise UserError(f"gamma must be 1 or more, not {length}")
-    return length
-
-
-class Fixed(LengthRule):
-    """Always gamma tokens. length: gamma, or a tree for `methods.treeSampling`."""
-
-    def __init__(self, length: int | Tree = 4) -> None:
-        tree = length if isinstance(length, Tree) else Tree.chain(check_gamma(length))
-        self.length, self.shapes = tree.depth, [tree]
-
-    def begin(self, rows: Rows) -> None:
-        self.rows, self.next = rows, [self.length] * len(rows.prompts)  # of each text
-
-    def gammas(self) -> Sequence[int]:
-        return [self.next[text] for text in self.rows.numbers]
+from utils import check_share
 
 
 class Additive(Fixed):
@@ -174,22 +113,22 @@ class Acceptance:
 
     def table(self, depth: int, ranks: int) -> list[list[float]]:
         """`acceptance[d][k]` of `Tree.expected_tokens`, for depths below `depth` and ranks below `ranks`."""
-        row: list[float] = []
+        priors: list[float] = []
         for rank in range(ranks):
-            hope = self.LATER * (1 - sum(row)) if rank else self.HOPE
-            row.append(self.pooled([key for key in self.reached if key[1] == rank], hope, row))
-        rows = []
+            priors.append(self.LATER * (1 - sum(priors)) if rank else self.HOPE)
+            priors[rank] = self.share([key for key in self.reached if key[1] == rank], priors, rank)
+        rows = [priors]
         for at in range(depth):
-            above, row = row, []
+            rows.append(list(rows[at]))
             for rank in range(ranks):
-                row.append(self.pooled([(at, rank)], above[rank], row))
-            rows.append(row)
-        return rows
+                rows[-1][rank] = self.share([(at, rank)], rows[-1], rank)
+        return rows[1:]
 
-    def pooled(self, keys: Sequence[tuple[int, int]], prior: float, before: Sequence[float]) -> float:
-        """The share of these siblings that were accepted; with the shares of the siblings `before`, at most 1."""
+    def share(self, keys: Sequence[tuple[int, int]], row: Sequence[float], rank: int) -> float:
+        """The share of these siblings that were accepted, by the prior `row[rank]`. The shares of all ranks of a row,
+        of which those before `rank` are known, sum to 1 at most."""
         reached, accepted = (sum(of.get(key, 0.0) for key in keys) for of in (self.reached, self.accepted))
-        return min((accepted + self.FAITH * prior) / (reached + self.FAITH), max(0.0, 1 - sum(before)))
+        return min((accepted + self.FAITH * row[rank]) / (reached + self.FAITH), max(0.0, 1 - sum(row[:rank])))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -201,41 +140,55 @@ def tested(tree: Tree, last: int) -> list[tuple[tuple[int, int], bool]]:
     return [((depth, rank), child in path) for depth, level in enumerate(levels) for rank, child in enumerate(level)]
 
 
-class RoundCosts:
-    """Seconds of a round of each shape, on a machine whose speed drifts, estimated from timed rounds.
+class Search:
+    """Search for the best of `shapes` for one number of rows: what a round of each costs, on a machine whose speed
+    drifts, and which to try next. near: the search for another number of rows, whose estimates it starts from.
 
-    expected: {shape: its cost relative to the others}, before anything was timed, in any unit.
+    The seconds of a round are `expected * exp(speed + offset)`. `speed` is the machine's and changes with every round,
+    whatever its shape: a slower hour slows down all shapes, not only the one in use. `offset` is the shape's. It
+    changes much for a shape that was timed seldom or long ago, and little for one that is timed all the time. For a
+    shape that was never timed, it is interpolated between the shapes next to it in `expected`.
 
-    The seconds of a shape are `expected * exp(speed + offset)`. `speed` is the machine's and changes with every round,
-    whatever its shape. `offset` is the shape's. It changes much for a shape that was timed seldom or long ago, and
-    little for one that is timed all the time. So a slower hour slows down all shapes, not only the one in use. For a
-    shape that was never timed, `offset` is interpolated between the shapes next to it in `expected`.
+    Shapes are used in pairs of rounds. In the opening these are tried: plain decoding, and the shapes at the other
+    quarters of the order of cost, unless one seems far worse than the best by then. Later, each shape is tried in turn,
+    for at most a share LOSS of the time: one that seems slow may have been timed while the machine was busy.
+
+    chosen, best: the shape of this pair of rounds, and the best so far. rounds: so far.
     """
 
     FADE = 0.99  # Weight of earlier timings after each round.
     DRIFT = 0.1  # Share of a surprise that is the machine's, if the shape itself is well known.
     MOST = math.log(2)  # A round counts for at most twice what it should take: the machine does other things too.
+    PROBE = 24  # At most one pair of rounds in this number tries another shape.
+    LOSS = 0.01
+    WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
+    AT_FIRST = 0.8  # and in the opening less than this share.
 
-    def __init__(self, expected: Mapping[Tree, float]) -> None:
-        self.expected = dict(sorted(expected.items(), key=lambda item: item[1]))
-        self.speed = 0.0
+    def __init__(self, shapes: Sequence[Tree], near: Search | None = None) -> None:
+        costs = {tree: near.seconds(tree) if near else 1 + 0.25 * tree.depth + 0.02 * tree.size for tree in shapes}
+        self.shapes = sorted(costs, key=lambda tree: costs[tree])
+        self.expected, self.speed = costs, 0.0
         self.offsets: dict[Tree, float] = {}
-        self.timings: dict[Tree, float] = {}
+        self.timings: dict[Tree, float] = {}  # how often each shape was timed; old timings count less
+        self.opening = [near.best] if near else []
+        self.opening += [self.shapes[len(shapes) * quarter // 4] for quarter in range(4)]
+        self.best: Tree = self.opening[0]
+        self.chosen = self.best
+        self.rounds, self.tries, self.lost = 0, 0, 0.0
 
     def seconds(self, tree: Tree) -> float:
+        """Of a round of this shape."""
         return self.expected[tree] * math.exp(self.speed + self.offset(tree))
 
     def offset(self, tree: Tree) -> float:
-        """`offset` of a shape: learnt, or interpolated."""
         if tree in self.offsets or not self.offsets:
             return self.offsets.get(tree, 0.0)
-        cost = self.expected[tree]
-        known = [(self.expected[timed], self.offsets[timed]) for timed in self.expected if timed in self.offsets]
-        x, low = max((point for point in known if point[0] <= cost), default=known[0])
-        z, high = min((point for point in known if point[0] >= cost), default=known[-1])
-        return low if x >= z else low + (high - low) * (cost - x) / (z - x)
+        timed = [shape for shape in self.shapes if shape in self.offsets]
+        costs, offsets = ([of[shape] for shape in timed] for of in (self.expected, self.offsets))
+        return float(np.interp(self.expected[tree], costs, offsets))
 
     def learn(self, tree: Tree, seconds: float) -> None:
+        """A round of this shape took `seconds`."""
         seconds = max(seconds, 1e-9)
         if not self.offsets:
             self.speed = math.log(seconds / self.expected[tree])
@@ -245,6 +198,21 @@ class RoundCosts:
         self.offsets[tree] = self.offset(tree) + share * surprise
         self.speed += self.DRIFT * (1 - share) * surprise
         self.timings[tree] = self.timings.get(tree, 0.0) + 1
+
+    def next(self, rate: Callable[[Tree], float]) -> Tree:
+        """The shape of the next pair of rounds. rate: the tokens per second that a shape should give."""
+        while self.opening:
+            tree = self.opening.pop(0)
+            if not tree.size or not self.timings or rate(tree) > self.AT_FIRST * max(map(rate, self.timings)):
+                return tree
+        if self.chosen != self.best:
+            self.lost += 2 * self.seconds(self.chosen) * max(0.0, 1 - rate(self.chosen) / rate(self.best))
+        self.lost = max(0.0, self.lost - self.LOSS * 2 * self.seconds(self.best))
+        if self.rounds // 2 % self.PROBE or self.lost:
+            return self.best
+        self.tries += 1
+        other = self.shapes[self.tries % len(self.shapes)]
+        return other if other in self.timings or rate(other) > self.WORTH * rate(self.best) else self.best
 
 
 class CostAware(LengthRule):
@@ -267,7 +235,6 @@ class CostAware(LengthRule):
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
-    OPENING = (0, 1, 2, 3)  # Tried first: the shapes at these quarters of the order of cost, plain decoding first.
     LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
     OF_TEXT = 0.9  # Weight of a text's past in each round.
     FAITH = 4  # Accepted guesses of the average text that a new text begins with.
@@ -303,17 +270,12 @@ class CostAware(LengthRule):
     def search_for(self, rows: int) -> Search:
         """The search for this number of rows. A new one starts from the estimates for the nearest number of rows."""
         if rows not in self.searches:
-            near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=None)
-            search = self.searches[near] if near else None
-            seconds = search.costs.seconds if search else lambda tree: 1 + 0.25 * tree.depth + 0.02 * tree.size
-            by_cost = sorted(self.shapes, key=seconds)
-            opening = [by_cost[len(by_cost) * quarters // 4] for quarters in self.OPENING]
-            costs = RoundCosts({tree: seconds(tree) for tree in self.shapes})
-            self.searches[rows] = Search(costs, [search.best, *opening] if search else opening)
+            near = min(self.searches, key=lambda other: max(other, rows) / min(other, rows), default=rows)
+            self.searches[rows] = Search(self.shapes, self.searches.get(near))
         return self.searches[rows]
 
     def gammas(self) -> Sequence[int]:
-        tree, seconds = self.shape(), self.search.costs.seconds
+        tree, seconds = self.shape(), self.search.seconds
         # The last token that a text may add needs no guess.
         self.asked = {text: min(tree.depth, left - 1) for text, left in self.left.items()}
         if tree.depth and tree.is_chain and len(self.left) > 1:  # Each row makes the guesses that are worth their time.
@@ -336,7 +298,7 @@ class CostAware(LengthRule):
             self.of_text[text] = self.OF_TEXT * predicted + more, self.OF_TEXT * passed + count
         is_whole = sum(self.asked.values()) >= self.WHOLE * tree.depth * len(accepted)
         if self.current == self.before and is_whole:
-            self.search.costs.learn(tree, seconds)
+            self.search.learn(tree, seconds)
         self.before = self.current
         if self.search.rounds < self.LOOK or self.search.rounds % self.LOOK == 0:
             self.table = self.acceptance.table(*self.extent)
@@ -344,46 +306,7 @@ class CostAware(LengthRule):
 
     def rate(self, tree: Tree) -> float:
         """Expected tokens per second of a row if every row has all guesses of the shape."""
-        return tree.expected_tokens(self.table) / self.search.costs.seconds(tree)
-
-
-class Search:
-    """Search for the best shape, for batches of about `rows` rows, in pairs of rounds.
-
-    costs: the seconds of a whole round of each shape. opening: the shapes tried first: plain decoding, and others
-    unless one seems far worse than the best by then. best: the best shape so far. rounds: so far.
-
-    Later, other shapes are tried for at most a share LOSS of the time: alternately the one that seems second best, and
-    each in order, because one that seems slow may have been timed while the machine was busy.
-    """
-
-    PROBE = 24  # At most one pair of rounds in this number tries another shape.
-    LOSS = 0.01
-    WORTH = 0.3  # A shape that was never timed is not tried if it seems to have less than this share of the best speed,
-    AT_FIRST = 0.8  # and in the opening less than this share.
-
-    def __init__(self, costs: RoundCosts, opening: Sequence[Tree]) -> None:
-        self.costs, self.opening, self.best = costs, list(opening), opening[0]
-        self.shapes, self.chosen = list(costs.expected), self.best
-        self.rounds, self.tries, self.lost = 0, 0, 0.0
-
-    def next(self, rate: Callable[[Tree], float]) -> Tree:
-        """The shape of the next pair of rounds. rate: the tokens per second that a shape should give."""
-        timed, seconds = self.costs.timings, self.costs.seconds
-        while self.opening:
-            tree = self.opening.pop(0)
-            if tree.size == 0 or not timed or rate(tree) > self.AT_FIRST * max(map(rate, timed)):
-                return tree
-        if self.chosen != self.best:
-            self.lost += 2 * seconds(self.chosen) * max(0.0, 1 - rate(self.chosen) / rate(self.best))
-        self.lost = max(0.0, self.lost - self.LOSS * 2 * seconds(self.best))
-        if self.rounds // 2 % self.PROBE or self.lost:
-            return self.best
-        self.tries += 1
-        other = self.shapes[self.tries // 2 % len(self.shapes)]
-        if self.tries % 2:
-            other = max((tree for tree in self.shapes if tree != self.best), key=rate, default=self.best)
-        return other if other in timed or rate(other) > self.WORTH * rate(self.best) else self.best
+        return tree.expected_tokens(self.table) / self.search.seconds(tree)
 
 
 RULES: dict[str, Callable[..., LengthRule]] = {

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from decoding.rows import upload
 from decoding.tree import Places, Tree, columns, seen_after_nodes, siblings
-from utils import Sampling, pick, probabilities, seen_after
+from utils import Sampling, pick, probabilities, seen_after, upload
 
 if TYPE_CHECKING:
     from decoding.drafter import Guesses

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
 
-from decoding.record import Record
-from utils import Sampling, UserError, not_finite
+from utils import Sampling, UserError, not_finite, upload
 
 if TYPE_CHECKING:
     from decoding.model import Model
@@ -45,16 +45,82 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
         )
 
 
-def upload(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Lists of numbers as a tensor on `device`. The copy to a GPU is asynchronous, from pinned memory: no host sync."""
-    tensor = torch.tensor(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
     """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
     drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
     return drawn.to(device)
+
+
+@dataclass
+class Record:
+    """One text's history. A round is one forward of the target; round 0 is the prefill.
+
+    times: seconds from the call to the moment each round's tokens were on the host.
+    committed: tokens each round added; their sum is the length of the output.
+    drafted, accepted: tokens guessed in each round, and how many of them verification accepted; without guesses after
+        the end of the text.
+    begun: seconds from the call to the moment the text got its row of the batch.
+    """
+
+    times: list[float] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    begun: float = 0.0
+
+    def add(self, now: float, committed: int, drafted: int, accepted: int) -> None:
+        self.times.append(now)
+        self.committed.append(committed)
+        self.drafted.append(drafted)
+        self.accepted.append(accepted)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.committed)
+
+    @property
+    def ttft(self) -> float:
+        """Time to the first token, in seconds. Waiting in a queue does not count."""
+        return self.times[0] - self.begun
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning to the last token."""
+        return self.times[-1] - self.begun
+
+    @property
+    def tpot(self) -> float:
+        """Time per output token after the first, in seconds; nan for a single token."""
+        return (self.times[-1] - self.times[0]) / (self.tokens - 1) if self.tokens > 1 else float("nan")
+
+    @property
+    def throughput(self) -> float:
+        """Tokens per second, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens committed by a round of drafting and scoring; prefill does not count as one."""
+        rounds = self.committed[1:]
+        return sum(rounds) / len(rounds) if rounds else float("nan")
+
+    @property
+    def acceptance_by_position(self) -> list[tuple[int, int]]:
+        """[(tested, passed), ...]: how often the i-th guess of a round was tested, that is, all guesses before it had
+        passed; and how often it passed."""
+        counts = [[0, 0] for _ in range(max(self.drafted, default=0))]
+        for drafted, accepted in zip(self.drafted, self.accepted):
+            for i in range(min(accepted + 1, drafted)):
+                counts[i][0] += 1
+                counts[i][1] += i < accepted
+        return [(tested, passed) for tested, passed in counts]
+
+    @property
+    def alpha(self) -> float:
+        """Acceptance rate: guesses that passed over guesses tested. The paper's alpha, if guesses pass independently.
+        nan if nothing was guessed."""
+        tested, passed = (sum(column) for column in zip(*self.acceptance_by_position or [(0, 0)]))
+        return passed / tested if tested else float("nan")
 
 
 class Rows:
@@ -97,7 +163,8 @@ class Rows:
         check_room(self.prompts, max_len, models)
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
-        self.max_len, self.end_of_text, self.callback = max_len, end_of_text, callback
+        self.max_len, self.callback = max_len, callback
+        self.ends = end_of_text if callable(end_of_text) else lambda text, token: token == end_of_text
         self.models, self.target, self.device = models, models[0], models[0].device
         self.capacity, self.spare = max(map(len, self.prompts)) + max_len, spare
         self.generator = generator
@@ -289,7 +356,7 @@ class Rows:
         """Record that a row grew by the first `accepted` of `tokens` and the one after them, `now` seconds after the
         start."""
         if tokens[accepted] >= self.target.vocabulary:
-            raise not_finite(self.target)
+            raise not_finite(self.target.name, self.target.dtype)
         number = self.numbers[row]
         tokens = tokens[: min(accepted + 1, self.max_len - len(self.tokens[number]))]
         end = next((i for i, token in enumerate(tokens) if self.ends(number, token)), None)
@@ -302,6 +369,3 @@ class Rows:
         self.records[number].add(now, len(tokens), drafted, accepted)
         if self.callback:
             self.callback(number, tokens, accepted)
-
-    def ends(self, number: int, token: int) -> bool:
-        return self.end_of_text(number, token) if callable(self.end_of_text) else token == self.end_of_text

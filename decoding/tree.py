@@ -15,13 +15,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from decoding.rows import Rows, upload
-from utils import UserError, pick
+from utils import UserError, pick, upload
+
+if TYPE_CHECKING:
+    from decoding.rows import Rows
 
 MOST = 62  # guesses; with the root, a node's ancestors must fit into the bits of an int64
 
@@ -145,13 +147,12 @@ class Tree:
         probability that the node is accepted, which is a product along its path.
 
         `acceptance[d][k]` is the probability that the k-th sibling (from 0) at depth d + 1 is the one that is accepted,
-        if its parent was; beyond the table it is 0. (Sequoia's positional acceptance assumption, arXiv 2402.12374,
-        section 3.1, here for each depth.)
+        if its parent was. (Sequoia's positional acceptance assumption, arXiv 2402.12374, section 3.1, here for each
+        depth.)
         """
         reached = [1.0]
         for parent, rank in zip(self.parents, self.ranks):
-            row = acceptance[self.depths[parent]] if self.depths[parent] < len(acceptance) else ()
-            reached.append(reached[parent] * (row[rank] if rank < len(row) else 0.0))
+            reached.append(reached[parent] * acceptance[self.depths[parent]][rank])
         return sum(reached)
 
     @property

@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from decoding.model import Model
-from decoding.rows import Rows
 from decoding.tree import Places
 from engine.gate import reads_trees
 from engine.kvCache import Block, SlotCache, reading, set_attention
 from utils import UserError
+
+if TYPE_CHECKING:
+    from decoding.rows import Rows
 
 
 def context_of(config: PretrainedConfig) -> int:
@@ -45,8 +48,7 @@ class Tap:
 
 @dataclass
 class Store:
-    """The KV cache of a model, and of the models that share it. cache: None until a prompt is read. slots: the slots'
-    numbers, int64 `[capacity]`.
+    """The KV cache of a model, and of the models that share it. cache: None until a prompt is read.
 
     tap: computes features of the tokens that are read, or None. keeps: whether features are written.
     features: float32 `[rows, capacity + 1, d]` of a model with a tap. That of the token in slot s is at s + 1; before
@@ -55,7 +57,6 @@ class Store:
     """
 
     cache: SlotCache | None = None
-    slots: Tensor = field(default_factory=lambda: torch.empty(0))
     features: Tensor | None = None
     tap: Tap | None = None
     keeps: bool = True
@@ -143,7 +144,6 @@ class CachedModel(Model):
             self.store.cache = SlotCache(
                 self.model.config.get_text_config(decoder=True).num_hidden_layers, rows, capacity, self.cache_dtype
             )
-            self.store.slots = torch.arange(capacity, device=self.device)
             self.store.features, self.remembered = None, ()
         if self.tap is not None and self.store.features is None:
             d = self.tap.fuse.out_features
@@ -163,7 +163,7 @@ class CachedModel(Model):
             raise UserError(f"{self.name} cannot verify trees of guesses; use a method without a tree")
         slots = positions if places is None else places.slots
         reach = int(slots.max()) + 1 if self.reads_filled else self.cache.capacity
-        seen = self.store.slots[:reach] <= positions[..., None] if places is None else places.mask(reach)
+        seen = torch.arange(reach, device=self.device) <= positions[..., None] if places is None else places.mask(reach)
         self.cache.address(slots, reach, self.first_row)
         before = {} if self.features_of is None else {"features": self.features_before(slots, places)}
         with reading(Block(positions, seen, places)):

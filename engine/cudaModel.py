@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from decoding.model import Model
-from decoding.rows import upload
 from decoding.tree import Places, Tree
 from decoding.treeRules import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from utils import Sampling
+from utils import Sampling, upload
 
 CHUNK = 64  # Capacities and the tokens of a prompt are rounded up to multiples of this, so that few graphs serve all.
 MOST = 1024  # Reading more tokens than this should take a GPU longer than the host needs to launch the kernels.

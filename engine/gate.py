@@ -14,6 +14,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import transformers
@@ -21,12 +22,14 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 
-from decoding.model import Model
 from decoding.tree import Places, Tree
 from engine.kernels.loader import cache_folder
 from engine.kvCache import Block
 from engine.smallTwin import small_twin
 from utils import UserError
+
+if TYPE_CHECKING:
+    from decoding.model import Model
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative: 16 bits give a few hundredths alone
 LENGTHS = (56, 23)  # tokens of the two rows: beyond the windows of a small twin, within its original context
@@ -34,7 +37,7 @@ TREE = Tree((0, 0, 1, 1, 2))
 UNRELATED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id"}
 BLOCKS, BRANCHES, PREFIX = "blocks", "a tree", "a prefix"  # what was compared
 
-Wrap = Callable[[PreTrainedModel], Model]  # a model as the samplers see it, without asking the gate
+Wrap: TypeAlias = "Callable[[PreTrainedModel], Model]"  # a model as the samplers see it, without asking the gate
 VERDICTS: dict[str, bool] = {}  # of this process, {key: whether models of a type read trees}
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
-from decoding.tree import Places
+if TYPE_CHECKING:
+    from decoding.tree import Places
 
 # Names of attention over slots in transformers: this module's own, as a copy of it may be loaded too.
 SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}"

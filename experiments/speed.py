@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Generator
 
-from decoding.record import Record
-from decoding.rows import EndOfText
+from decoding.rows import EndOfText, Record
 from engine.cudaModel import no_captures
 from experiments.schema import QueueFigures, TimedText
 

@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from decoding.drafter import Drafter
-from decoding.lengthRules import CostAware, Fixed, LengthRule
+from decoding.drafter import Drafter, Fixed, LengthRule
+from decoding.lengthRules import CostAware
 from decoding.model import Model
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel

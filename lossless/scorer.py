@@ -15,12 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decoding.drafter import Guesses
 from decoding.model import Model
-from decoding.rows import Rows, upload
+from decoding.rows import Rows
 from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
 from lossless.evidence import Evidence
-from utils import Sampling, probabilities, seen_after
+from utils import Sampling, probabilities, seen_after, upload
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
 PLACES = 8  # Places in a round, or siblings, that are told apart; those beyond count with the last.

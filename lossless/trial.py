@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decoding.rows import Rows, upload
+from decoding.rows import Rows
 from engine.cachedModel import CachedModel
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, GreedyFigures, GreedyLine, Line, MistakeFigures, ShownCounts, TrialConditions
@@ -30,7 +30,7 @@ from lossless.mistakes import MISTAKES
 from lossless.scorer import Texts, TextScorer, greedy_figures, guesses_along
 from methods.catalogue import METHODS, build, repeatable
 from methods.samplers import Models, Sampler
-from utils import Sampling
+from utils import Sampling, upload
 
 FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many.
 SHOWN_TOKENS = 6400  # Tokens of each method and of each planted mistake in the figure.

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 import specSampling
-from decoding.drafter import Drafter, Guesses, no_guesses
-from decoding.lengthRules import Fixed, LengthRule
+from decoding.drafter import Drafter, Fixed, Guesses, LengthRule, no_guesses
 from decoding.model import Model
 from decoding.rows import Rows
 from decoding.verification import VerificationRule, token_rule

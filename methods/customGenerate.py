@@ -30,9 +30,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from decoding.drafter import Drafter
-from decoding.lengthRules import LengthRule
-from decoding.record import Record
+from decoding.drafter import Drafter, LengthRule
+from decoding.rows import Record
 from decoding.verification import RULES
 from engine.cachedModel import CachedModel
 from engine.head import load_head

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafter import Drafter, Guesses, no_guesses
-from decoding.lengthRules import LengthRule
+from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
 from decoding.model import Model
 from decoding.rows import Rows
 from utils import Sampling, seen_after

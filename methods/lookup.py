@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafter import Drafter, Guesses, no_guesses
-from decoding.lengthRules import LengthRule
-from decoding.rows import Rows, upload
-from utils import Sampling, UserError
+from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
+from decoding.rows import Rows
+from utils import Sampling, UserError, upload
 
 
 class Continuations:

@@ -20,12 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from decoding.drafter import Drafter, Guesses, no_guesses
-from decoding.lengthRules import LengthRule
+from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
 from decoding.model import Model
-from decoding.rows import Rows, upload
+from decoding.rows import Rows
 from methods.drafters import guess
-from utils import Sampling, UserError
+from utils import Sampling, UserError, upload
 
 FALLBACK = r"<0x([0-9A-F]{2})>"  # as SentencePiece writes a byte that is in no other token
 SPACE = "\u2581"  # as SentencePiece writes a space

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from decoding.drafter import Drafter
-from decoding.lengthRules import MENU, CostAware, Fixed, LengthRule
+from decoding.drafter import Drafter, Fixed, LengthRule
+from decoding.lengthRules import MENU, CostAware
 from decoding.lengthRules import RULES as LENGTH_RULES
 from decoding.model import Model
-from decoding.record import Record
+from decoding.rows import Record
 from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES, synthetic_tree
 from decoding.verification import RULES as VERIFICATIONS

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from decoding.drafter import Guesses, Observer
-from decoding.lengthRules import Fixed, LengthRule
+from decoding.drafter import Fixed, Guesses, LengthRule, Observer
 from decoding.model import Model
-from decoding.record import Record
-from decoding.rows import Callback, EndOfText, Generators, Rows
+from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from decoding.tree import Places, Tree
 from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
@@ -108,7 +106,7 @@ def advance_tree(
     drafts = guesses.drafts.gather(1, (path - 1).clamp(min=0))
     drafted, _, last = rows.commit(drafts, accepted, token, guesses.counts(), path.amax(1))
     if min(drafted.values()) < 0:
-        raise not_finite(drafter.models[0])
+        raise not_finite(drafter.models[0].name, drafter.models[0].dtype)
     # Learn which shape to guess in the next round. The last accepted node tells the path.
     rule.learn(drafted, last, {})
 

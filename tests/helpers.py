@@ -7,26 +7,9 @@ import os
 from types import SimpleNamespace
 
 import torch
-from transformers import (
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from decoding.lengthRules import LengthRule
+from decoding.drafter import LengthRule
 from decoding.tree import Tree
 from engine.cachedModel import CachedModel
 from engine.copies import weights_of
@@ -41,43 +24,25 @@ SINGLE_INPUTS = SimpleNamespace(device="cpu", processes=SINGLE, settings=SimpleN
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
 DRAWS = 200_000 if FULL else 10_000  # of a distribution test
 
-FAMILIES = {
-    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {"intermediate_size": 64}),
-    "llama": (LlamaForCausalLM, LlamaConfig, {"intermediate_size": 64, "num_key_value_heads": 2}),
-    "gpt2": (GPT2LMHeadModel, GPT2Config, {"n_inner": 64}),
-    "opt": (OPTForCausalLM, OPTConfig, {"ffn_dim": 64, "word_embed_proj_dim": 32}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {"intermediate_size": 64, "num_key_value_heads": 2}),
+GROUPED = {"intermediate_size": 64, "num_key_value_heads": 2}
+FAMILIES = {  # {model type: sizes that only its config has}
+    "gpt_neox": {"intermediate_size": 64},
+    "llama": GROUPED,
+    "gpt2": {"n_inner": 64},
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
+    "qwen2": GROUPED,
 }
-RELATED = {  # of families above, and no family of their own in tests
-    "mistral": (MistralForCausalLM, MistralConfig, FAMILIES["llama"][2]),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, FAMILIES["llama"][2]),
-    "gemma": (GemmaForCausalLM, GemmaConfig, FAMILIES["llama"][2]),
-}
+RELATED = dict.fromkeys(("mistral", "qwen3", "gemma"), GROUPED)  # no families of their own in tests
 
 
 def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128, **sizes):
     """A random model of 2 layers x 32. `sharpness` scales the output layer, so that its distributions are far from
     uniform and from another seed's. sizes: of its config."""
     torch.manual_seed(seed)
-    kind, config, extra = (FAMILIES | RELATED)[family]
-    model = kind(
-        config(
-            **{
-                "vocab_size": vocabulary,
-                "hidden_size": 32,
-                "num_hidden_layers": layers,
-                "num_attention_heads": 4,
-                "max_position_embeddings": context,
-                "bos_token_id": 0,
-                "eos_token_id": 0,
-                "pad_token_id": None,
-                "initializer_range": 0.3,
-                "attn_implementation": "sdpa",
-                **extra,
-                **sizes,
-            }
-        )
-    ).eval()
+    shape = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "initializer_range": 0.3}
+    tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
+    options = {"max_position_embeddings": context, **shape, **tokens, **(FAMILIES | RELATED)[family], **sizes}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**options), attn_implementation="sdpa").eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")

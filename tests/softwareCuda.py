@@ -44,43 +44,17 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = "site-packages"
 MEMORY = 16 << 30  # bytes of each device
 
-# Operators whose result, or its size, the host must know.
-WAITING = {
-    aten._local_scalar_dense.default,
-    aten.is_nonzero.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.masked_select.default,
-    aten._unique.default,
-    aten._unique2.default,
-    aten.unique_dim.default,
-    aten.unique_consecutive.default,
-    aten.bincount.default,
-    aten.repeat_interleave.Tensor,
-}
-COPYING = {aten._to_copy.default, aten.copy_.default}
-# Operators that leave memory as it is.
-LEAVING = {
-    aten.empty.memory_format,
-    aten.empty_like.default,
-    aten.empty_strided.default,
-    aten.new_empty.default,
-    aten.new_empty_strided.default,
-}
+# Names of operators. WAITING: the host must know the result, or its size. LEAVING: they leave memory as it is.
+WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "bincount", "repeat_interleave"}
+WAITING |= {"_unique", "_unique2", "unique_dim", "unique_consecutive"}
+COPYING, INDEXING = {"_to_copy", "copy_"}, {"index", "index_put", "index_put_", "_index_put_impl_"}
+LEAVING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Made of others, none of which is a sync: one call instead of a dozen.
+WHOLE = {"linear", "matmul", "reshape", "layer_norm", "softmax", "scaled_dot_product_attention"}
 # What MPS refuses.
 TYPES_WITHOUT_MPS = {torch.float64, torch.complex128, torch.bfloat16}
 SORTING = {"sort", "argsort", "topk", "kthvalue", "msort", "median", "mode", "unique_dim", "_unique2"}
 ALONG_AN_AXIS = {"sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
-# Operators made of others, none of which is a sync: one call instead of a dozen.
-WHOLE = {
-    aten.linear.default,
-    aten.matmul.default,
-    aten.reshape.default,
-    aten.layer_norm.default,
-    aten.softmax.int,
-    aten.scaled_dot_product_attention.default,
-}
 DROPPING = {"scaled_dot_product_attention", "dropout"}  # They draw in training only.
 RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_"}  # in place
 
@@ -162,14 +136,8 @@ class OnDevice(torch.Tensor):
     def __new__(cls, inner: torch.Tensor, device: torch.device | None = None, requires_grad: bool = False) -> OnDevice:
         if device is None:  # accelerate takes this class for that of a parameter which it moves off the device.
             return torch.nn.Parameter(inner, requires_grad)
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=device,
-        )
+        layout = {"strides": inner.stride(), "storage_offset": inner.storage_offset(), "dtype": inner.dtype}
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, device=device, **layout)
         made.inner = inner
         address = inner.untyped_storage().data_ptr()
         made.memory = HELD.get(address) or HELD.setdefault(address, Memory())
@@ -186,9 +154,6 @@ class OnDevice(torch.Tensor):
 
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
-
-    def __array__(self, *args: object) -> None:
-        self.numpy()
 
     def __repr__(self, **options: object) -> str:
         return f"OnDevice({self.inner}, device={self.device})"
@@ -212,21 +177,24 @@ class Generator(torch._C.Generator):
 
 
 @functools.cache
+def name_of(func: object) -> str:
+    """The name of an operator, without its overload."""
+    return func._schema.name.split("::")[1]
+
+
+@functools.cache
 def writes(func: object) -> tuple[list[tuple[int, str]], bool]:
     """The arguments that an operator writes to, and whether its results may share memory with its arguments."""
-    schema = func._schema
-    written = [
-        (i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return written, any(result.alias_info is not None for result in schema.returns)
+    aliases = [(i, argument.name, argument.alias_info) for i, argument in enumerate(func._schema.arguments)]
+    written = [(i, name) for i, name, alias in aliases if alias is not None and alias.is_write]
+    return written, any(result.alias_info is not None for result in func._schema.returns)
 
 
 @functools.cache
 def is_made_of_others(func: object) -> bool:
     """Whether torch computes an operator by others, which may be syncs. In inference mode it arrives as a whole."""
-    return func not in WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(
-        func.name(), "CompositeImplicitAutograd"
-    )
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return name_of(func) not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")
 
 
 def inner(value: object, found: list[torch.Tensor]) -> object:
@@ -269,7 +237,7 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     result = perform(func, own_args, own_kwargs)
     if target is None:
         return result
-    if func in LEAVING:
+    if name_of(func) in LEAVING:
         poison(result)
     written, shares = writes(func)
     # In inference mode a view of a tensor from outside of it is no inference tensor either.
@@ -297,21 +265,17 @@ def on_device(result: object, device: torch.device, shares: bool) -> object:
 
 def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: dict) -> None:
     """Raise where CUDA raises, and count syncs."""
-    name = func._schema.name.split("::")[1]
-    if (
-        name == "cumsum"
-        and MACHINE.kind == "cuda"
-        and given[0].is_floating_point()
-        and max(given[0].shape) == given[0].numel()
-    ):
+    name = name_of(func)
+    is_row = name == "cumsum" and given[0].is_floating_point() and max(given[0].shape) == given[0].numel()
+    if is_row and MACHINE.kind == "cuda":
         raise RuntimeError(f"the sums of a single row differ from run to run on a GPU ({line()})")
     if name in RESHAPING:
         raise RuntimeError(f"{name} would change the shape of a wrapper in place, which the software device refuses")
-    if func in COPYING:
+    if name in COPYING:
         check_copy(func, given, named, kwargs)
     else:
         off = [each for each in given if not isinstance(each, OnDevice)]
-        if devices and func in INDEXING and isinstance(given[0], OnDevice):
+        if devices and name in INDEXING and isinstance(given[0], OnDevice):
             if any(each.dim() for each in off):
                 MACHINE.sync("an index on the CPU")
             off = []
@@ -323,9 +287,9 @@ def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: 
     draws = torch.Tag.nondeterministic_seeded in func.tags and name not in DROPPING
     if MACHINE.recording is not None and draws:
         raise RuntimeError("Attempt to draw during a capture from a generator that is not registered with its graph")
-    if func in WAITING and devices and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
+    if name in WAITING and devices and not (name == "repeat_interleave" and kwargs.get("output_size") is not None):
         MACHINE.sync(name)
-    if func in INDEXING and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:] if devices):
+    if name in INDEXING and any(each.dtype in (torch.bool, torch.uint8) for each in given[1:] if devices):
         MACHINE.sync("an index by a mask")
 
 
@@ -343,13 +307,13 @@ def check_mps(name: str, given: list[torch.Tensor], kwargs: dict) -> None:
 def check_copy(func, given: list[torch.Tensor], named: object, kwargs: dict) -> None:
     """Count a copy between the host and a device."""
     source = given[-1]
-    target = given[0].device if func is aten.copy_.default else torch.device(named) if named else source.device
+    target = given[0].device if name_of(func) == "copy_" else torch.device(named) if named else source.device
     kind = MACHINE.kind
     if kind not in (source.device.type, target.type) or source.device.type == target.type:
         return
     if target.type == kind and kwargs.get("non_blocking") and getattr(source, "pinned", False):
         MACHINE.copies.append(("copy to the device", line()))
-    elif func is not aten.copy_.default or target.type == "cpu" or source.dim():
+    elif name_of(func) != "copy_" or target.type == "cpu" or source.dim():
         MACHINE.sync("copy to the host" if target.type == "cpu" else "copy to the device")
 
 
@@ -433,7 +397,9 @@ class Graph:
             raise RuntimeError("CUDA error: a graph is replayed during a capture")
         MACHINE.queued += 1
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
-            self.lose_freed()
+            for memory, tensor in self.read.values():
+                if memory() is None:  # Only the tape refers to it: it was freed, and may hold anything.
+                    poison(tensor)
             if self.pool.last not in (None, self):
                 self.pool.last.overwrite()
             self.pool.last = self
@@ -441,12 +407,6 @@ class Graph:
                 for kept, new in zip(tensors(result), tensors(func(*args, **kwargs))):
                     if kept.data_ptr() != new.data_ptr():
                         kept.copy_(new)
-
-    def lose_freed(self) -> None:
-        """What only the tape still refers to was freed, and may hold anything."""
-        for memory, tensor in self.read.values():
-            if memory() is None:
-                poison(tensor)
 
 
 def poison(tensor: torch.Tensor) -> None:
@@ -647,10 +607,14 @@ def cuda(own: Machine) -> dict[str, object]:
     def nothing(*args: object, **options: object) -> None:
         pass
 
+    def used(device: object = 0) -> int:
+        return own.used[own.device(device).index]
+
     def empty_cache() -> None:
         if own.recording is not None:
             raise RuntimeError("CUDA error: memory is freed during a capture")
 
+    properties = SimpleNamespace(total_memory=own.memory, major=8, minor=0, name="software")
     return {
         "_lazy_init": nothing,
         "is_available": lambda: True,
@@ -669,15 +633,13 @@ def cuda(own: Machine) -> dict[str, object]:
         "graph": capture,
         "get_device_name": lambda *device: "a GPU made of software",
         "get_device_capability": lambda *device: (8, 0),
-        "get_device_properties": lambda *device: SimpleNamespace(
-            total_memory=own.memory, major=8, minor=0, name="software"
-        ),
-        "mem_get_info": lambda device=0: (own.memory - own.used[own.device(device).index], own.memory),
+        "get_device_properties": lambda *device: properties,
+        "mem_get_info": lambda device=0: (own.memory - used(device), own.memory),
         "empty_cache": empty_cache,
         "manual_seed": nothing,
         "manual_seed_all": nothing,
-        "memory_allocated": lambda device=0: own.used[own.device(device).index],
-        "max_memory_allocated": lambda device=0: own.used[own.device(device).index],
+        "memory_allocated": used,
+        "max_memory_allocated": used,
         "reset_peak_memory_stats": nothing,
     }
 

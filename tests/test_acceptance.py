@@ -9,8 +9,8 @@ import pytest
 import torch
 from test_specSampling import PROMPTS, near
 
-from decoding.drafter import Guesses
-from decoding.lengthRules import Acceptance, DraftConfidence, Fixed
+from decoding.drafter import Fixed, Guesses
+from decoding.lengthRules import Acceptance, DraftConfidence
 from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule

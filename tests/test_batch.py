@@ -1,16 +1,15 @@
 """`test.py --batch`: a queue of texts is timed and tested; its figures, its memory, its graphs, and what is refused."""
 
-import json
 from types import SimpleNamespace
 
 import helpers
 import pytest
 import torch
-from conftest import few_mistakes, prompted, refused
+from conftest import few_mistakes, lines_of, of_kind, prompted, refused
 from test_queue import PROMPTS
 from test_speed import measurement
 
-from decoding.record import Record
+from decoding.rows import Record
 from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
 from experiments import prepare, settings
@@ -25,10 +24,6 @@ from utils import GREEDY, Sampling
 
 def queue(method, repeat, throughput):
     return {"method": method, "repeat": repeat, "batch": 2, "texts": 3, "throughput": throughput}
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 # Figures.
@@ -93,25 +88,20 @@ def runs(cli, flags, tmp_path_factory):
 
 
 def test_a_run_in_batches_writes_the_texts_of_one_without(runs):
-    def texts(batch):
-        keys = ("method", "prompt", "repeat", "sha256")
-        return {tuple(line[key] for key in keys) for line in lines_of(runs[batch]) if line["kind"] == "speed"}
-
-    assert texts(1) == texts(3) and len(texts(3)) == 3 * 4 * 2
+    keys = ("method", "prompt", "repeat", "sha256")
+    one, three = ({tuple(line[key] for key in keys) for line in of_kind(lines_of(runs[batch]))} for batch in (1, 3))
+    assert one == three and len(three) == 3 * 4 * 2
 
 
 def test_each_queue_has_a_line_and_the_text_says_batch(runs):
     lines = lines_of(runs[3])
-    queues = [line for line in lines if line["kind"] == "queue"]
+    queues = of_kind(lines, "queue")
     methods = ("draft", "target", "speculative")
     assert [q["method"] for q in queues[:3]] == list(methods)  # The order of the second repeat is drawn.
     assert {(q["method"], q["repeat"]) for q in queues[3:]} == {(method, 1) for method in methods}
     for q in queues:
-        of_queue = [
-            line
-            for line in lines
-            if line["kind"] == "speed" and (line["method"], line["repeat"]) == (q["method"], q["repeat"])
-        ]
+        which = q["method"], q["repeat"]
+        of_queue = [line for line in of_kind(lines) if (line["method"], line["repeat"]) == which]
         assert (q["batch"], q["texts"], q["tokens"]) == (3, 4, sum(line["tokens"] for line in of_queue))
         assert q["throughput"] * q["seconds"] == pytest.approx(q["tokens"])
         assert q["seconds"] >= max(line["seconds"] for line in of_queue)
@@ -122,8 +112,8 @@ def test_each_queue_has_a_line_and_the_text_says_batch(runs):
     assert not any("batch" in line for line in lines_of(runs[1]))
 
 
-def test_a_run_in_batches_can_be_repeated(cli, runs, capsys):
-    assert cli.main(["--rerun", "1", "--out", str(runs[3])]) == 0
+def test_a_run_in_batches_can_be_repeated(run, runs, capsys):
+    run("--rerun 1", base=[], out=runs[3])
     assert "all 24 texts are the same" in capsys.readouterr().out
 
 
@@ -139,14 +129,12 @@ def test_a_run_in_batches_can_be_repeated(cli, runs, capsys):
         "--batch 3 --speed --prompt a": "there are 1; give more",
     }.items(),
 )
-def test_what_has_no_batches_is_refused(cli, flags, tmp_path, capsys, monkeypatch, arguments, word):
+def test_what_has_no_batches_is_refused(run, flags, tmp_path, capsys, monkeypatch, arguments, word):
     monkeypatch.chdir(tmp_path)
     flags = prompted(flags) if "--prompt" in arguments else flags
-    flags = prompted(flags, "--promptLen") if "--ppl" in arguments else flags
-    assert cli.main([*flags, *arguments.split(), "--out", str(tmp_path)]) == 2
+    assert run(arguments, base=prompted(flags, "--promptLen") if "--ppl" in arguments else flags, code=2) == []
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and word in error
-    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_several_processes_have_no_batches(flags):
@@ -165,12 +153,12 @@ def test_the_bytes_of_a_cache_are_those_that_it_takes(family):
     assert cache_bytes(model.model.config, 2 * 7, torch.float32) == kept
 
 
-def test_caches_are_announced_and_refused_if_they_do_not_fit(cli, flags, tmp_path, capsys, monkeypatch):
-    arguments = [*flags, "--speed", "--batch", "2", "--dtype", "float32", "--out", str(tmp_path)]
+def test_caches_are_announced_and_refused_if_they_do_not_fit(run, tmp_path, capsys, monkeypatch):
     caches = 2 * (2 + 1) * 32 * 2 * (12 + 8) * 4  # keys and values, layers of both, width, slots, bytes
     asked, choose = [], loading.choose_devices
     monkeypatch.setattr(loading, "choose_devices", lambda *given: asked.append(given[6]) or choose(*given))
-    assert cli.main(arguments) == 0 and asked == [caches, caches]
+    run("--speed --batch 2 --dtype float32")
+    assert asked == [caches, caches]
     assert f"The KV caches of 2 texts take {caches / 1e3:.1f} KB." in capsys.readouterr().out
     folder, config = (tmp_path / "x"), helpers.tiny().model.config
     monkeypatch.setattr(loading, "weight_bytes", lambda *_: 1 << 20)
@@ -187,11 +175,8 @@ def test_caches_are_announced_and_refused_if_they_do_not_fit(cli, flags, tmp_pat
 def test_lossless_decodes_a_queue_and_plants_its_mistake(cli, flags, tmp_path, monkeypatch):
     batches, reserve, queues, prefill = [], CachedModel.reserve, [], PredecessorTarget.prefill
     monkeypatch.setattr(CachedModel, "reserve", lambda self, *sizes: batches.append(sizes[0]) or reserve(self, *sizes))
-    monkeypatch.setattr(
-        PredecessorTarget,
-        "prefill",
-        lambda self, rows: queues.append((len(rows.prompts), rows.batch)) or prefill(self, rows),
-    )
+    spy = lambda self, rows: queues.append((len(rows.prompts), rows.batch)) or prefill(self, rows)  # noqa: E731
+    monkeypatch.setattr(PredecessorTarget, "prefill", spy)
     few_mistakes(monkeypatch, "predecessor's slots", "replace from p")
     arguments = ["--lossless", "--tokens", "48", "--maxLen", "6", "--batch", "3", "--dtype", "bfloat16"]
     assert cli.main([*flags, *arguments, "--out", str(tmp_path)]) in (0, 1)  # So few tokens need not be enough.

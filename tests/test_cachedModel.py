@@ -9,12 +9,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from decoding.lengthRules import Fixed
+from decoding.drafter import Fixed
 from decoding.rows import Rows
 from decoding.tree import Places
 from engine import kvCache
 from engine.cachedModel import CachedModel, UncachedModel
-from engine.kvCache import SlotCache
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -208,24 +207,6 @@ def test_kept_logits_are_those_of_the_named_tokens(kind):
     tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
     whole, keep = model.forward(tokens, positions), torch.tensor([6, 2])
     torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[:, keep])
-
-
-# The slots of a layer, and what attention reads.
-
-
-def test_states_go_to_the_slots_named_and_older_ones_stay():
-    cache, generator = SlotCache(2, 2, 6, torch.float32), torch.Generator().manual_seed(0)
-    first, second = (torch.randn(2, 3, n, 4, generator=generator).bfloat16() for n in (3, 2))
-    cache.address(torch.tensor([[0, 1, 2], [0, 1, 2]]))
-    keys, values = cache.update(first, -first, 1)
-    assert keys.shape == (2, 3, 6, 4) and torch.equal(values, -keys) and keys.dtype == torch.float32
-    assert torch.equal(keys[:, :, :3], first.float()) and not keys[:, :, 3:].any()
-    # The second row is rolled back by two tokens, the first by none.
-    cache.address(torch.tensor([[3, 4], [1, 2]]), reach=5)
-    keys, _ = cache.update(second, -second, 1)
-    assert torch.equal(keys[0], torch.cat([first[0], second[0]], 1).float())
-    assert torch.equal(keys[1, :, :3], torch.cat([first[1, :, :1], second[1]], 1).float())
-    assert cache.get_seq_length() == 3  # before the block, of the five slots that attention reads
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.05)])

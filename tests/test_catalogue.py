@@ -10,8 +10,8 @@ from mistakes import always_accept, block_without_what_may_follow, drop_the_unsu
 from outcomes import FREE, largest_error, small, speculative_error
 from test_specSampling import PROMPTS, near
 
-from decoding.drafter import Guesses
-from decoding.lengthRules import Additive, CostAware, DraftConfidence, Fixed, TargetConfidence
+from decoding.drafter import Fixed, Guesses
+from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import UncachedModel
 from methods import cascade as cascades
@@ -50,7 +50,10 @@ def lookup_first_in_a_cascade(*models):
 class GuessingAtFirst(CostAware):
     """The rule begins without guesses. Here texts are too short for that."""
 
-    OPENING = (2, 3)
+    def search_for(self, rows):
+        if rows not in self.searches:
+            super().search_for(rows).opening = self.shapes[2:4]
+        return self.searches[rows]
 
 
 # name: drafter of the smaller models, how many of them, draft-length rule, verification

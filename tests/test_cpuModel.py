@@ -17,7 +17,8 @@ from test_otherTokenizer import pair as other_pair
 from test_specSampling import PROMPTS, near
 from torch import nn
 
-from decoding.lengthRules import DraftConfidence, Fixed, TargetConfidence
+from decoding.drafter import Fixed
+from decoding.lengthRules import DraftConfidence, TargetConfidence
 from decoding.model import Model
 from decoding.rows import uniform
 from decoding.tree import Places, Tree

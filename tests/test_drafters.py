@@ -10,7 +10,8 @@ from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
-from decoding.lengthRules import Fixed, TargetConfidence
+from decoding.drafter import Fixed
+from decoding.lengthRules import TargetConfidence
 from decoding.rows import Rows
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter

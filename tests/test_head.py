@@ -14,7 +14,8 @@ from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
 import specSampling as loop
-from decoding.lengthRules import DraftConfidence, Fixed
+from decoding.drafter import Fixed
+from decoding.lengthRules import DraftConfidence
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
 from decoding.treeRules import traversal_rule

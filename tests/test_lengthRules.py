@@ -1,5 +1,6 @@
 """What each rule chooses, from what it is told."""
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -8,13 +9,13 @@ import helpers
 import pytest
 import torch
 from conftest import refused
-from test_specSampling import PROMPTS, near
+from test_specSampling import FREE, PROMPTS, near
 
-from decoding.lengthRules import Acceptance, Additive, CostAware, DraftConfidence, Fixed, RoundCosts, TargetConfidence
+from decoding.drafter import Fixed
+from decoding.lengthRules import MENU, Acceptance, Additive, CostAware, DraftConfidence, Search, TargetConfidence
 from decoding.tree import Tree
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
-from utils import Sampling
 
 
 def rows(count):
@@ -49,25 +50,11 @@ def test_target_confidence_guesses_again_once_the_target_is_sure():
     assert rule.gammas() == [3, 0]
 
 
-def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row():
-    target = helpers.tiny()
-    said = []
-
-    class Spy(DraftConfidence):
-        def stop(self, q_x):
-            said.append(q_x)
-            return super().stop(q_x)
-
-    _, records = specSampling(
-        PROMPTS[:1],
-        target,
-        ModelDrafter(near(target)),
-        60,
-        Spy(5, 0.1),
-        Sampling(1, 0, 1),
-        generator=torch.Generator().manual_seed(0),
-    )
-    said = torch.cat(said).tolist()
+def test_draft_confidence_stops_after_the_first_unsure_guess_of_each_row(monkeypatch):
+    target, said, stop = helpers.tiny(), [], DraftConfidence.stop
+    monkeypatch.setattr(DraftConfidence, "stop", lambda rule, q_x: said.append(q_x.item()) or stop(rule, q_x))
+    draft, generator = ModelDrafter(near(target)), torch.Generator().manual_seed(0)
+    _, records = specSampling(PROMPTS[:1], target, draft, 60, DraftConfidence(5, 0.1), FREE, generator=generator)
     lengths = [n for n in records[0].drafted[1:] if n]
     assert len(set(lengths)) > 2 and sum(lengths) == len(said)
     for n in lengths[:-1]:  # the last round has no more room
@@ -84,23 +71,21 @@ def simulate(rule, alphas, cost, tokens=4000, seed=0, drift=0.0):
         patch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
         rule.begin(rows(len(alphas)))
         while made < tokens:
-            gammas = rule.gammas()
+            gammas, path = rule.gammas(), [0]
+            while children := rule.shape().children[path[-1]]:  # In a tree, what is accepted are first children.
+                path.append(children[0])
             accepted = [next((i for i in range(n) if rng.random() >= alpha), n) for n, alpha in zip(gammas, alphas)]
             takes = cost(sum(gammas)) * (1.5 if drift and gammas != before else 1)
             made, seconds, before = made + sum(accepted) + len(alphas), seconds + takes, gammas
             noise = rng.uniform(0.95, 1.1) * (20 if drift and rng.random() < 0.003 else 1)
             clock[0] += takes * (1 + drift * math.sin(made / 200)) * noise
-            rule.learn(dict(enumerate(gammas)), dict(enumerate(accepted)), {})
+            rule.learn(dict(enumerate(gammas)), {row: path[count] for row, count in enumerate(accepted)}, {})
     return made / seconds
 
 
-def one_text(price, plain=1.0):
-    """The cost of a round of one text: 1 + price * gamma, without guesses `plain`."""
+def takes(price, plain=1.0):
+    """The cost of a round: 1 + price * guesses of all rows, without guesses `plain`."""
     return lambda guesses: 1 + price * guesses if guesses else plain
-
-
-def of_batch(price):
-    return lambda guesses: 1 + price * guesses
 
 
 class Plain(Fixed):
@@ -112,38 +97,52 @@ class Plain(Fixed):
     "alpha, price", [(0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02), (0.95, 0.3)]
 )
 def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
-    world = [alpha], one_text(price, 0.95)
-    ours = simulate(CostAware(10), *world, drift=0.5)
-    fixed = [simulate(Fixed(gamma), *world, drift=0.5) for gamma in range(1, 11)]
-    best = max(*fixed, simulate(Plain(), *world, drift=0.5))
-    assert ours > 0.93 * best  # with the rounds that tried other lengths
-    if alpha == 0:
-        assert best > 1.05 * max(fixed)  # in this world guessing does not pay
+    world = [alpha], takes(price, 0.95)
+    plain, *fixed = (simulate(rule, *world, drift=0.5) for rule in (Plain(), *map(Fixed, range(1, 11))))
+    assert simulate(CostAware(10), *world, drift=0.5) > 0.93 * max(plain, *fixed)  # with the rounds that tried others
+    assert alpha or plain > 1.05 * max(fixed)  # In this world guessing does not pay.
 
 
 def test_cost_aware_follows_a_change():
     rule = CostAware(8)
-    simulate(rule, [0.9], one_text(0.05), drift=0.5)
+    simulate(rule, [0.9], takes(0.05), drift=0.5)
     before = rule.search.best.size
-    simulate(rule, [0.1], one_text(0.3), drift=0.5)
+    simulate(rule, [0.1], takes(0.3), drift=0.5)
     assert before > 4 and rule.search.best.size <= 1
+
+
+@pytest.mark.parametrize("alpha, price, depth", [(1.0, 0.001, max(tree.depth for tree in MENU)), (0.0, 1.0, 0)])
+def test_auto_finds_the_shape_with_the_most_tokens_per_second(alpha, price, depth):
+    """Guesses are free and right: the deepest shape. They cost as much as plain decoding and are wrong: no guesses."""
+    rule = CostAware(MENU)
+    simulate(rule, [alpha], takes(price))
+    assert rule.search.best.depth == depth
+
+
+def test_auto_forgets_a_busy_start():
+    """While the machine was busy, every shape but plain decoding seemed slow."""
+    rounds, rule = itertools.count(1), CostAware(MENU)
+
+    def cost(guesses):
+        return (30.0 if next(rounds) < 20 and guesses else 1.0) * (1 + 0.01 * guesses)
+
+    simulate(rule, [1.0], cost, 80)
+    assert rule.search.best == PLAIN
+    simulate(rule, [1.0], cost, 40_000)
+    assert rule.search.best.depth > 2
 
 
 def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(monkeypatch):
     """By a clock that only drafting and scoring move."""
     clock, learnt = [0.0], []
     monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(RoundCosts, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
+    monkeypatch.setattr(Search, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
 
-    def takes(seconds, work):
-        def slower(*args, **options):
-            clock[0] += seconds
-            return work(*args, **options)
-
-        return slower
+    def slower(seconds, work):
+        return lambda *given, **options: clock.append(clock.pop() + seconds) or work(*given, **options)
 
     target, drafter = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
-    drafter.draft, target.forward = takes(1.0, drafter.draft), takes(10.0, target.forward)
+    drafter.draft, target.forward = slower(1.0, drafter.draft), slower(10.0, target.forward)
     specSampling(PROMPTS[:1], target, drafter, 20, CostAware(4))
     assert [size for size, _ in learnt[:3]] == [0, 1, 2] and {seconds for _, seconds in learnt} == {11.0}
 
@@ -151,13 +150,13 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
 @pytest.mark.parametrize("rows_, price", [(1, 0.05), (8, 0.05), (32, 0.05), (32, 0.01), (16, 0.2)])
 def test_cost_aware_is_near_the_best_gamma_of_a_batch(rows_, price):
     """Guesses of one row are cheap; those of 32 cost more than they bring."""
-    world = [0.7] * rows_, of_batch(price), 20_000
+    world = [0.7] * rows_, takes(price), 20_000
     best = max(simulate(rule, *world) for rule in (Plain(), *map(Fixed, range(1, 9))))
     assert simulate(CostAware(8), *world) > 0.93 * best
 
 
 def test_rows_that_fail_guess_less_than_rows_that_pass():
-    world, rule = ([0.9, 0.9, 0.1, 0.1] * 2, of_batch(0.05), 20_000), CostAware(8)
+    world, rule = ([0.9, 0.9, 0.1, 0.1] * 2, takes(0.05), 20_000), CostAware(8)
     ours = simulate(rule, *world)
     gammas = rule.gammas()
     assert min(gammas[0::4] + gammas[1::4]) > max(gammas[2::4] + gammas[3::4])
@@ -167,12 +166,12 @@ def test_rows_that_fail_guess_less_than_rows_that_pass():
 def test_another_batch_begins_with_what_one_learnt_and_finds_its_own_length():
     """What pays for 8 rows costs more than it brings for 32."""
     rule = CostAware(8)
-    simulate(rule, [0.9] * 8, of_batch(0.01), 20_000)
+    simulate(rule, [0.9] * 8, takes(0.01), 20_000)
     assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
     rule = CostAware(8)
-    simulate(rule, [0.7] * 8, of_batch(0.05), 20_000)
+    simulate(rule, [0.7] * 8, takes(0.05), 20_000)
     assert rule.search.best.size > 0
-    assert simulate(rule, [0.7] * 32, of_batch(0.05), 20_000) > 0.93 * 32
+    assert simulate(rule, [0.7] * 32, takes(0.05), 20_000) > 0.93 * 32
     assert rule.search.best.size == 0
 
 
@@ -180,13 +179,12 @@ def test_a_length_that_was_slow_once_is_tried_again():
     """As when a graph was made in its first rounds."""
     rule = CostAware(4)
     rule.begin(rows(1))
-    costs = rule.search_for(1).costs
-    for chain in rule.shapes:
-        for _ in range(2):
-            costs.learn(chain, 100.0 if chain.size == 2 else 1.0 + 0.3 * chain.size)
+    costs = rule.search_for(1)
+    for chain in rule.shapes * 2:
+        costs.learn(chain, 100.0 if chain.size == 2 else 1.0 + 0.3 * chain.size)
     one, two = Tree.chain(1), Tree.chain(2)
     assert costs.seconds(two) > 2.5
-    simulate(rule, [0.62], one_text(0.3), drift=0.5)
+    simulate(rule, [0.62], takes(0.3), drift=0.5)
     assert costs.seconds(two) == pytest.approx(costs.seconds(one) * 1.6 / 1.3, rel=0.2)
 
 
@@ -212,79 +210,64 @@ def test_what_makes_no_sense_is_refused():
 
 # What a round of each shape is expected to take, from what was timed.
 
-CHAINS = {"plain": 1.0, "chain of 2": 1.5, "tree": 2.0, "chain of 8": 3.0}
+PLAIN, TWO, FOUR, EIGHT = map(Tree.chain, (0, 2, 4, 8))
+CHAINS = {PLAIN: 1.0, TWO: 1.54, FOUR: 2.08, EIGHT: 3.16}  # as expected
 
 
-def timed(costs, seconds, rounds=30):
-    for _ in range(rounds):
-        for kind, own in seconds.items():
-            costs.learn(kind, own)
+def timed(*seconds, rounds=1):
+    search = Search(list(CHAINS))
+    for tree, of_tree in [pair for each in seconds for pair in each.items()] * rounds:
+        search.learn(tree, of_tree)
+    return search
+
+
+def known(search, rel, wanted=CHAINS):
+    return {tree: search.seconds(tree) for tree in wanted} == pytest.approx(wanted, rel=rel)
 
 
 def test_what_was_timed_is_known_and_the_rest_lies_between():
-    costs = RoundCosts(CHAINS)
-    assert {kind: costs.seconds(kind) for kind in CHAINS} == CHAINS
-    costs.learn("plain", 0.2)
-    assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx([0.2 * cost for cost in CHAINS.values()])
-    costs.learn("tree", 0.6)  # half as much again as expected
-    assert costs.seconds("plain") == pytest.approx(0.2) and costs.seconds("tree") == pytest.approx(0.6)
-    assert costs.seconds("chain of 2") == pytest.approx(0.3 * math.sqrt(1.5))
-    assert costs.seconds("chain of 8") == pytest.approx(0.9)
+    search = Search(list(CHAINS))
+    assert known(search, 0)
+    search.learn(PLAIN, 0.2)
+    assert known(search, 1e-6, {tree: 0.2 * cost for tree, cost in CHAINS.items()})
+    search.learn(FOUR, 0.624)  # half as much again as expected
+    assert known(search, 1e-6, {PLAIN: 0.2, TWO: 0.308 * math.sqrt(1.5), FOUR: 0.624, EIGHT: 0.948})
 
 
 def test_costs_are_learnt_whatever_was_expected():
-    seconds = {"plain": 0.3, "chain of 2": 0.2, "tree": 5.0, "chain of 8": 0.1}
-    costs = RoundCosts(dict.fromkeys(CHAINS, 1.0))
-    timed(costs, seconds)
-    assert {kind: costs.seconds(kind) for kind in seconds} == pytest.approx(seconds, rel=0.1)
+    seconds = {PLAIN: 0.3, TWO: 0.2, FOUR: 5.0, EIGHT: 0.1}
+    assert known(timed(seconds, rounds=60), 0.1, seconds)
 
 
 @pytest.mark.parametrize("slower", [3.0, 0.3])
 def test_a_machine_that_gets_slower_changes_all_kinds_by_the_rounds_of_one(slower):
-    costs = RoundCosts(CHAINS)
-    timed(costs, CHAINS)
-    for i in range(300):
-        costs.learn("tree", CHAINS["tree"] * slower ** (i / 300))
-    for _ in range(50):
-        costs.learn("tree", CHAINS["tree"] * slower)
-    assert costs.seconds("tree") == pytest.approx(slower * CHAINS["tree"], rel=0.03)
-    assert costs.seconds("plain") == pytest.approx(slower * CHAINS["plain"], rel=0.25)
+    search = timed(CHAINS, rounds=30)
+    for i in range(350):
+        search.learn(FOUR, CHAINS[FOUR] * slower ** min(i / 300, 1))
+    assert search.seconds(FOUR) == pytest.approx(slower * CHAINS[FOUR], rel=0.03)
+    assert search.seconds(PLAIN) == pytest.approx(slower, rel=0.25)
 
 
 def test_a_hiccup_counts_for_at_most_twice_the_time_and_is_forgotten():
-    costs = RoundCosts(CHAINS)
-    costs.learn("plain", 1.0)
-    costs.learn("tree", 1000.0)
-    assert costs.seconds("tree") == pytest.approx(4.0)
-    for _ in range(8):
-        costs.learn("plain", 1.0)
-        costs.learn("tree", 2.0)
-    assert costs.seconds("tree") == pytest.approx(2.0, rel=0.1)
-    costs.learn("plain", 1000.0)
-    assert costs.seconds("plain") < 1.3
-    costs = RoundCosts(CHAINS)
-    costs.learn("plain", 50.0)  # the first round of all
-    timed(costs, CHAINS)
-    assert [costs.seconds(kind) for kind in CHAINS] == pytest.approx(list(CHAINS.values()), rel=0.1)
-
-
-def test_noise_evens_out():
-    rng, costs = random.Random(0), RoundCosts(CHAINS)
-    for _ in range(1000):
-        costs.learn("tree", 2 * rng.uniform(0.9, 1.1))
-    assert costs.seconds("tree") == pytest.approx(2.0, rel=0.05)
-    costs.learn("plain", 0.0)  # a clock that stands still
-    assert costs.seconds("plain") > 0
+    search = timed({PLAIN: 1.0, FOUR: 1000.0})
+    assert search.seconds(FOUR) == pytest.approx(2 * CHAINS[FOUR])
+    for tree in [PLAIN, FOUR] * 8:
+        search.learn(tree, CHAINS[tree])
+    assert search.seconds(FOUR) == pytest.approx(CHAINS[FOUR], rel=0.1)
+    search.learn(PLAIN, 1000.0)
+    assert search.seconds(PLAIN) < 1.3
+    assert known(timed({PLAIN: 50.0}, *[CHAINS] * 30), 0.1)  # the first round of all
+    assert timed({PLAIN: 0.0}).seconds(PLAIN) > 0  # a clock that stands still
 
 
 # What trees are expected to give, and how acceptance is learnt from rounds.
 
 
 def test_expected_tokens():
-    table = [[0.6, 0.2], [0.5, 0.1]]
+    table = [[0.6, 0.2, 0.1], [0.5, 0.1], [0.4]]
     assert Tree.of("2/1,2").expected_tokens(table) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * (0.5 + 0.1))
-    assert Tree.chain(3).expected_tokens(table) == pytest.approx(1 + 0.6 + 0.3)
-    assert Tree.of("3").expected_tokens(table) == pytest.approx(1.8)
+    assert Tree.chain(3).expected_tokens(table) == pytest.approx(1 + 0.6 + 0.3 + 0.12)
+    assert Tree.of("3").expected_tokens(table) == pytest.approx(1.9)
 
 
 def test_acceptance_is_learnt_from_rounds():

@@ -14,7 +14,8 @@ from tokenizerKinds import KINDS, byte_level
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from decoding.lengthRules import Additive, DraftConfidence, Fixed
+from decoding.drafter import Fixed
+from decoding.lengthRules import Additive, DraftConfidence
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.sharedWeights import RestrictedModel

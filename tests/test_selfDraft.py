@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import linear
 
-from decoding.lengthRules import CostAware, DraftConfidence, Fixed
+from decoding.drafter import Fixed
+from decoding.lengthRules import CostAware, DraftConfidence
 from decoding.tree import Tree
 from decoding.verification import block_rule
 from engine import copies as engineCopies

@@ -5,8 +5,7 @@ import pytest
 import torch
 from outcomes import speculative_error
 
-from decoding.drafter import Guesses
-from decoding.lengthRules import Fixed
+from decoding.drafter import Fixed, Guesses
 from decoding.rows import Rows
 from decoding.verification import block_rule
 from engine.sharedWeights import RestrictedModel

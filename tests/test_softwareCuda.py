@@ -6,7 +6,6 @@ The whole matrix takes minutes: `make test-cuda`, or FULL=1 in the environment. 
 
 import contextlib
 import functools
-import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ import helpers
 import pytest
 import softwareCuda
 import torch
-from conftest import prompted, refused
+from conftest import of_kind, prompted, refused
 from helpers import FULL
 from torch.autograd import DeviceType
 from transformers import GPTNeoXConfig
@@ -59,6 +58,13 @@ def gpu():
         yield machine
 
 
+@pytest.fixture
+def apple():
+    """The GPU of an Apple computer."""
+    with softwareCuda.machine(kind="mps") as machine:
+        yield machine
+
+
 WITHOUT_CACHE = {"noCache", "speculativeNoCache"}  # They compute no step that could be captured.
 # Other programs run as they do. The trained head has its test in test_head.py.
 ON_GPU = [name for name, method in METHODS.items() if not method.engine and name != "head"]
@@ -77,19 +83,20 @@ def models(device, vocabulary=MANY):
     return made
 
 
-def on_gpu(engine, vocabulary=MANY):
-    """The models on the software device; recorded, as `--compile` does, or not."""
-    made = models("cuda", vocabulary)
-    return recorded(made) if engine == "recorded" else made
+@functools.cache
+def on_cpu(vocabulary=MANY):
+    return models("cpu", vocabulary)
 
 
-def recorded(made):
-    """The models; those on GPUs compiled."""
-    target = compiled(made["target"])
-    others = {role: model for role, model in made.items() if role != "target"}
+def on_gpu(engine, vocabulary=MANY, **others):
+    """The models on the software device, others as given; recorded, as `--compile` does, or not."""
+    made = models("cuda", vocabulary) | others
+    if engine == "eager":
+        return made
+    target = compiled(made.pop("target"))
     return {"target": target} | {
         role: model if model.device.type == "cpu" else compiled(model, target if model.cache_of else None)
-        for role, model in others.items()
+        for role, model in made.items()
     }
 
 
@@ -109,19 +116,13 @@ def every(*full, suite=()):
     return pytest.mark.parametrize("name, engine", cells)
 
 
-PART = [
-    ("fixed", "recorded"),
-    ("draftConfidence", "eager"),
-    ("cascade", "recorded"),
-    ("lookup", "recorded"),
-    ("tree", "recorded"),
-]
+PART = [("draftConfidence", "eager"), *((name, "recorded") for name in ("fixed", "cascade", "lookup", "tree"))]
 
 
 @every(suite=PART)
 def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
     """Ragged batches, a second text in the same cache, a longer cache, and a repetition penalty."""
-    cpu = models("cpu")
+    cpu = on_cpu()
     for sampling in (GREEDY, PENALISED):
         made = on_gpu(engine)
         write, wanted = sampler(name, made), sampler(name, cpu)
@@ -133,22 +134,26 @@ def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
         assert (engine == "recorded" and name not in WITHOUT_CACHE) == is_recorded(made)
 
 
+def p_value(name, made, device, sampling):
+    """Of texts of few tokens drawn by a method on a device."""
+    decoding, prompt = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0), [1, 2, 3]
+    generator, cpu = torch.Generator(device).manual_seed(0), on_cpu(FEW)
+    write = sampler(name, made, decoding)
+    texts, _ = write([prompt] * DRAWS, max_len=3, sampling=sampling, generator=generator)
+    source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
+    shape = FREE if METHODS[name].contrasts else sampling  # Contrastive decoding ignores the filters.
+    return helpers.chi_square(texts, helpers.joint_distribution(source, prompt, 3, shape), FEW)
+
+
 @every(suite=[("fixed", "recorded"), ("block", "recorded")])
 def test_drawn_texts_have_the_right_distribution(gpu, name, engine):
-    made, prompt, length = on_gpu(engine, FEW), [1, 2, 3], 3
-    decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
-    generator = torch.Generator("cuda").manual_seed(0)
-    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, max_len=length, sampling=FREE, generator=generator)
-    cpu = models("cpu", FEW)
-    source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
-    joint = helpers.joint_distribution(source, prompt, length, FREE)
-    assert helpers.chi_square(texts, joint, FEW) > 1e-4
+    assert p_value(name, on_gpu(engine, FEW), "cuda", FREE) > 1e-4
 
 
 @every(suite=[("fixed", "recorded")])
 def test_a_queue_is_that_of_the_cpu(gpu, name, engine):
     """Rows that end make room, and at its end few graphs serve the batch: of four rows, two, and one."""
-    cpu, made, prompts = models("cpu"), on_gpu(engine), [*FIRST, *SECOND, [7]]
+    cpu, made, prompts = on_cpu(), on_gpu(engine), [*FIRST, *SECOND, [7]]
     wanted = sampler(name, cpu)(prompts, max_len=10, sampling=GREEDY)[0]
     assert sampler(name, made)(prompts, max_len=10, sampling=GREEDY, batch=4)[0] == wanted
     if engine == "recorded" and METHODS[name].lossless:
@@ -165,28 +170,18 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
     has one more for every two tokens that the draft draws."""
     if name in WITHOUT_CACHE:
         pytest.skip("it reads the whole text in every round, whose length it asks for")
-    made, rounds, advance = on_gpu(engine), Counter(), loop.advance
-
-    def counted(*given):
-        rounds["all"] += 1
-        return advance(*given)
-
-    monkeypatch.setattr(loop, "advance", counted)
+    made, rounds, drawn = on_gpu(engine), [], []
+    advance, draw = loop.advance, made["draft"].draw
+    monkeypatch.setattr(loop, "advance", lambda *given: rounds.append(1) or advance(*given))
+    monkeypatch.setattr(made["draft"], "draw", lambda *given: drawn.append(len(given[2])) or draw(*given))
     write = sampler(name, made, replace(DECODING, gamma=7) if name == "draftConfidence" else DECODING)
-    drawn, draw = [], made["draft"].draw
-
-    def counted_draw(tokens, positions, u, *rest):
-        drawn.append(len(u))
-        return draw(tokens, positions, u, *rest)
-
-    monkeypatch.setattr(made["draft"], "draw", counted_draw)
     for prompts in FIRST, SECOND, SECOND:  # The first two make the captures, which synchronise.
         rounds.clear()
         drawn.clear()
         gpu.forget()
         with no_captures() if gpu.captures else contextlib.nullcontext():
             _, records = write(prompts, max_len=12, sampling=GREEDY)
-    count = rounds["all"] or max(len(record.times) for record in records) - 1
+    count = len(rounds) or max(len(record.times) for record in records) - 1
     places = Counter(place.split(":")[0] for _, place in gpu.syncs)
     assert places.pop("decoding/rows.py") == count + 1
     asked = places.pop("methods/drafters.py", 0)
@@ -204,11 +199,9 @@ def test_a_round_has_one_host_sync(gpu, name, engine, monkeypatch):
 )
 def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, device):
     """Greedy texts, with a repetition penalty too; and one host sync a round if both are GPUs."""
-    cpu = models("cpu")
+    cpu = on_cpu()
     for sampling in (PENALISED, GREEDY) if FULL or name == "fixed" else (GREEDY,):
-        made = on_gpu("eager") | {"draft": models(device)["draft"]}
-        if engine == "recorded":
-            made = recorded(made)
+        made = on_gpu(engine, draft=models(device)["draft"])
         texts = sampler(name, made)(FIRST, max_len=10, sampling=sampling)[0]
         assert texts == sampler(name, cpu)(FIRST, max_len=10, sampling=sampling)[0]
     for _ in range(2):  # The first text makes the captures, which synchronise.
@@ -219,45 +212,26 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
         assert len(gpu.syncs) == max(len(record.times) for record in records)
 
 
-def test_perplexity_with_a_draft_on_a_device_of_its_own(gpu):
-    cpu, mixed = models("cpu"), models("cuda") | {"draft": models("cuda:1")["draft"]}
-    text = FIRST[0] * 4
-    wanted, found = (PPL.perplexities(text, each["target"], each["draft"]) for each in (cpu, mixed))
+@pytest.mark.parametrize("machine, devices", [("gpu", ("cuda", "cuda:1")), ("apple", ("mps", "mps"))])
+def test_perplexity_is_that_of_the_cpu(request, machine, devices):
+    """On one device, and with a draft on a device of its own."""
+    request.getfixturevalue(machine)
+    made = [[models(device)[role] for role, device in zip(("target", "draft"), of)] for of in (("cpu",) * 2, devices)]
+    wanted, found = (PPL.perplexities(FIRST[0] * 4, *pair) for pair in made)
     assert found == pytest.approx(wanted, rel=1e-6)
-
-
-def test_prompts_of_one_length_are_read_by_a_graph(gpu, monkeypatch):
-    """Of any length: what is missing to a multiple of 8 is filled in. Only a long one is read eagerly."""
-    monkeypatch.setattr(cudaModel, "CHUNK", 8)
-    monkeypatch.setattr(cudaModel, "MOST", 16)
-    made, cpu = on_gpu("recorded"), models("cpu")
-    eager, forward = [], CachedModel.forward
-
-    @functools.wraps(forward)
-    def counted(self, tokens, *rest, **options):
-        if self.device.type == "cuda" and not CudaModel.eager:
-            eager.append(tokens.shape[1])
-        return forward(self, tokens, *rest, **options)
-
-    monkeypatch.setattr(CachedModel, "forward", counted)
-    for prompt in FIRST[0] * 2, FIRST[0] + [7, 8, 9], FIRST[0], FIRST[1], FIRST[1] * 7, FIRST[0] * 4:
-        text = sampler("fixed", made)([prompt], max_len=30 - len(prompt), sampling=GREEDY)[0]
-        assert text == regrSampling([prompt], cpu["target"], 30 - len(prompt), GREEDY)[0]
-        assert eager == ([20, 20] if len(prompt) == 20 else [])
-    reads = [key for key in made["target"].graphs if key[0] == "forward"]
-    assert {key[2] for key in reads} == {(1, 8), (1, 16)}
 
 
 # Planted mistakes. Each of them works on a CPU.
 
 
-def text_of(name="fixed", engine="recorded"):
-    write = sampler(name, on_gpu(engine))
+def text_of():
+    write = sampler("fixed", on_gpu("recorded"))
     return [write(prompts, max_len=10, sampling=GREEDY)[0] for prompts in (FIRST, SECOND)]
 
 
+@functools.cache
 def right():
-    return [regrSampling(prompts, models("cpu")["target"], 10, GREEDY)[0] for prompts in (FIRST, SECOND)]
+    return [regrSampling(prompts, on_cpu()["target"], 10, GREEDY)[0] for prompts in (FIRST, SECOND)]
 
 
 def test_a_tensor_left_on_the_cpu_is_caught(gpu, monkeypatch):
@@ -303,7 +277,6 @@ def test_a_result_that_is_not_computed_again_is_caught(gpu, monkeypatch):
 
 def test_a_result_that_the_next_replay_overwrites_is_caught(gpu, monkeypatch):
     """Results are not cloned: another graph of the pool has the same memory."""
-    assert text_of() == right()
     monkeypatch.setattr(cudaModel, "tree_map_only", lambda kind, clone, results: results)
     with pytest.raises(Exception, match="not finite|index|range"):
         assert text_of() == right(), "a text that is not finite"
@@ -317,10 +290,8 @@ def test_a_wait_in_every_round_is_counted(gpu, monkeypatch):
         return commit(self, drafts, accepted, *rest)
 
     monkeypatch.setattr(Rows, "commit", slow)
-    with pytest.raises(AssertionError):
-        write = sampler("fixed", on_gpu("eager"))
-        _, records = write(FIRST, max_len=10, sampling=GREEDY)
-        assert len(gpu.syncs) == max(len(record.times) for record in records)
+    _, records = sampler("fixed", on_gpu("eager"))(FIRST, max_len=10, sampling=GREEDY)
+    assert len(gpu.syncs) > max(len(record.times) for record in records)
 
 
 # The device itself.
@@ -358,7 +329,7 @@ def test_what_cuda_refuses_is_refused(gpu):
 
 def test_syncs_are_counted_with_their_lines(gpu):
     there = torch.arange(6, device="cuda")
-    one_by_one = [
+    waiting = [
         lambda: there.sum().item(),
         lambda: there.tolist(),
         lambda: there.cpu(),
@@ -370,9 +341,9 @@ def test_syncs_are_counted_with_their_lines(gpu):
         lambda: there[torch.tensor([1, 2])],
         lambda: torch.cuda.synchronize(),
     ]
-    for i, work in enumerate(one_by_one):
+    for i, work in enumerate(waiting, 1):
         work()
-        assert len(gpu.syncs) == i + 1, i
+        assert len(gpu.syncs) == i
     assert all(place.startswith("tests/test_softwareCuda.py:") for _, place in gpu.syncs)
     gpu.forget()
     torch.tensor([1, 2]).pin_memory().to("cuda", non_blocking=True)
@@ -458,74 +429,68 @@ def test_memory_that_was_freed_after_a_capture_is_caught(gpu):
 
 def fitting(flags, more):
     """The flags that mean something beside `more`."""
-    return (
-        prompted(flags)
-        if "--prompt" in more
-        else prompted(flags, "--promptLen")
-        if tuple(more) == ("--ppl",)
-        else flags
-    )
+    if "--prompt" in more:
+        return prompted(flags)
+    return prompted(flags, "--promptLen") if tuple(more) == ("--ppl",) else flags
 
 
-@pytest.fixture
-def on_device(gpu, cli, flags, tmp_path):
-    """f(flags) -> exit code of test.py on the software device."""
-    device = ["--out", str(tmp_path), "--device", "cuda", "--dtype", "float32"]
-    return lambda *more: cli.main([*fitting(flags, more), *device, *more])
+ON_CUDA = "--device cuda --dtype float32 "
 
 
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+def test_a_recorded_run_and_its_repetition(gpu, run):
+    lines = run(ON_CUDA + "--compare fixed --maxLen 6 --sentences 1 --compile")
+    assert {line["method"] for line in of_kind(lines)} == {"target", "fixed"}
+    run("--rerun 1", base=[])
 
 
-def test_a_recorded_run_and_its_repetition(on_device, cli, flags, tmp_path, capsys):
-    short = "--compare", "fixed", "--maxLen", "6", "--sentences", "1"
-    assert on_device(*short, "--compile") == 0
-    found = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
-    assert {line["method"] for line in found} == {"target", "fixed"}
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0
-
-
-COMMANDS = {
-    "ppl": ["--ppl"],
-    "speed": ["--speed", "--compile"],
-    "batches": ["--compare", "block,lookup,tree", "--compile", "--batch", "2", "--sentences", "3", "--maxLen", "6"],
-    "few guesses": ["--speed", "--compile", "--draftVocab", "100", "--repeats", "1"],
-    "two devices": ["--speed", "--ppl", "--draftDevice", "cuda:1"],
-    "all": ["--compare", "all", "--compile", "--maxLen", "6"],
-    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500", "--dtype", "bfloat16", "--compile"],
-    "sweep": ["--sweep", "--compile", "--sentences", "1", "--maxLen", "6"],
-    "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
-    "show": ["--show", "--compile"],
+ANALYSES = "--ppl", "--speed", "--compare", "--lossless", "--sweep", "--diversity"
+MODES = {
+    "cuda": [
+        "--ppl",
+        "--speed --compile",
+        "--compare block,lookup,tree --compile --batch 2 --sentences 3 --maxLen 6",
+        "--speed --compile --draftVocab 100 --repeats 1",
+        "--speed --ppl --draftDevice cuda:1",
+        "--compare all --compile --maxLen 6",
+        "--lossless fixed,draftConfidence,lookup --tokens 500 --dtype bfloat16 --compile",
+        "--sweep --compile --sentences 1 --maxLen 6",
+        "--diversity --prompt lamp --maxLen 6 --repeats 2",
+        "--show --compile",
+    ],
+    "mps": [
+        "--speed --ppl --compile --top_k 5 --dtype float32",  # What is compiled stays eager.
+        "--speed --sentences 1",
+        "--compare all --maxLen 6 --dtype float32 --repetition_penalty 1.2",
+        "--speed --draftDevice cpu --dtype float32",
+        "--speed --draftVocab 100 --dtype float32",
+        "--lossless fixed,draftConfidence,lookup --tokens 500",
+        "--sweep --sentences 1 --maxLen 6 --dtype float32",
+        "--diversity --prompt lamp --maxLen 6 --repeats 2",
+        "--show",
+    ],
 }
-# The kind of line that each writes, if it is not named so.
-KINDS = {
-    "all": "speed",
-    "batches": "queue",
-    "few guesses": "speed",
-    "two devices": "ppl",
-    "sweep": "costs",
-    "show": None,
-}
+RUNS = [(device, words) for device in MODES for words in MODES[device]] if FULL else [("mps", MODES["mps"][0])]
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: minutes")
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_mode_runs(on_device, tmp_path, command):
-    for _ in range(1 + (command == "two devices")):  # The second run finds the memory that the first one leaves.
-        assert on_device(*COMMANDS[command]) == 0
-    kind = KINDS.get(command, command)
-    assert kind is None or kind in {line["kind"] for line in lines_of(tmp_path)}
+@pytest.mark.parametrize("device, words", RUNS)
+def test_every_mode_runs(run, flags, capsys, device, words):
+    more = words.split()
+    with softwareCuda.machine(2 if device == "cuda" else 1, kind=device):
+        for _ in range(1 + ("cuda:1" in words)):  # The second run finds the memory that the first one leaves.
+            lines = run({"cuda": ON_CUDA, "mps": "--device mps "}[device] + words, base=fitting(flags, more))
+    named = {"--compare": "speed", "--sweep": "costs"}
+    kinds = {"queue"} if "--batch" in words else {named.get(word, word[2:]) for word in more if word in ANALYSES}
+    assert kinds <= {line["kind"] for line in lines}
+    assert ("not on mps" in capsys.readouterr().err) == (device == "mps" and "--compile" in words)
 
 
 @pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
-def test_the_steps_and_the_methods_of_transformers_are_timed(on_device, tmp_path, monkeypatch):
+def test_the_steps_and_the_methods_of_transformers_are_timed(gpu, run, monkeypatch):
     monkeypatch.setattr(step_times, "TURNS", (1, 1))
     monkeypatch.setattr(step_times, "LARGE", 1 << 20)
     monkeypatch.setattr(step_times, "CONTEXTS", (64, 128))
-    assert on_device("--compare", "fixed,generate:plain", "--steps", "--compile", "--maxLen", "6") == 0
-    lines = lines_of(tmp_path)
-    assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "fixed", "generate:plain"}
+    lines = run(ON_CUDA + "--compare fixed,generate:plain --steps --compile --maxLen 6")
+    assert {line["method"] for line in of_kind(lines)} == {"target", "fixed", "generate:plain"}
     assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
 
 
@@ -554,21 +519,15 @@ def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch,
     assert "fixed, eager: its greedy text is not that of plain decoding." in capsys.readouterr().out
 
 
-def test_full_memory_is_one_line(cli, flags, tmp_path, capsys, monkeypatch):
+def test_full_memory_is_one_line(run, capsys, monkeypatch):
     """Too little for the models, then too little in the middle of a run."""
-    given = [*flags, "--out", str(tmp_path), "--device", "cuda", "--speed"]
     with softwareCuda.machine(1, 1 << 20):
-        assert cli.main(given) == 2
+        run("--device cuda --speed", code=2)
     assert "cuda has" in capsys.readouterr().err
     advance = loop.advance
-
-    def full(*how):
-        softwareCuda.MACHINE.memory = 0
-        return advance(*how)
-
-    monkeypatch.setattr(loop, "advance", full)
+    monkeypatch.setattr(loop, "advance", lambda *given: setattr(softwareCuda.MACHINE, "memory", 0) or advance(*given))
     with softwareCuda.machine(1):
-        assert cli.main(given) == 2
+        run("--device cuda --speed", code=2)
     assert "out of memory" in capsys.readouterr().err
 
 
@@ -621,68 +580,45 @@ def test_where_pythia_goes_on_cards_of_several_sizes(monkeypatch, gpu_free, cpu_
 
 
 @pytest.mark.parametrize("cpu", [1 << 40, 0])
-def test_perplexity_where_float32_does_not_fit_is_measured_or_refused_first(
-    cli, flags, tmp_path, capsys, monkeypatch, cpu
-):
+def test_perplexity_where_float32_does_not_fit_is_measured_or_refused_first(run, flags, capsys, monkeypatch, cpu):
     """Weights in float32 that the GPU has no room for are in the CPU's memory. If that is short, nothing is timed."""
-    given = [*flags, "--speed", "--ppl", "--sentences", "1", "--maxLen", "4"]
-    assert cli.main([*given, "--device", "cpu", "--out", str(tmp_path / "cpu")]) == 0
+    words = "--speed --ppl --sentences 1 --maxLen 4 --device "
     size = loaders.weight_bytes(Path(flags[flags.index("--target") + 1]), torch.bfloat16)
     working = (2 << 30) - 2 * size + 1  # The draft is smaller: both fit in bfloat16, and the draft alone in float32.
-    monkeypatch.setattr(loaders, "working_bytes", lambda *_: working)
-    monkeypatch.setattr(loaders, "available_memory", lambda name: cpu if name == "cpu" else 2 << 30)
-    with softwareCuda.machine(1, 2 << 30):
-        code = cli.main([*given, "--device", "cuda", "--out", str(tmp_path)])
+    with monkeypatch.context() as patch, softwareCuda.machine(1, 2 << 30):
+        patch.setattr(loaders, "working_bytes", lambda *_: working)
+        patch.setattr(loaders, "available_memory", lambda name: cpu if name == "cpu" else 2 << 30)
+        lines = run(words + "cuda", code=0 if cpu else 2)
     said = capsys.readouterr().err
-    if not cpu:
-        assert code == 2 and "float32 and cuda has" in said and not (tmp_path / "results.jsonl").exists()
-        return
-    assert code == 0 and "too large for cuda in float32: its layers are on cpu and cuda:0" in said
-    by_place = [
-        [line["ppl"] for line in lines_of(folder) if line.get("of") == "text"]
-        for folder in (tmp_path, tmp_path / "cpu")
-    ]
-    assert by_place[0][0] == pytest.approx(by_place[1][0])
+    if cpu:
+        assert "too large for cuda in float32: its layers are on cpu and cuda:0" in said
+        spread, whole = (
+            next(line["ppl"] for line in of if line.get("of") == "text")
+            for of in (lines, run(words + "cpu")[len(lines) :])
+        )
+        assert spread == pytest.approx(whole)
+    else:
+        assert "float32 and cuda has" in said and not lines
 
 
 # The GPU of an Apple computer.
 
 
-@pytest.fixture
-def apple():
-    with softwareCuda.machine(kind="mps") as machine:
-        yield machine
-
-
-SOME = pytest.mark.parametrize("name", ON_GPU if FULL else ["block", "costAware", "cascade", "lookup"])
-FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
-
-
-@SOME
+@pytest.mark.parametrize("name", ON_GPU if FULL else ["block", "costAware", "cascade", "lookup"])
 def test_mps_writes_the_texts_of_the_cpu(apple, name):
     """Greedy texts; with a repetition penalty, too."""
+    made = models("mps")
     for sampling in GREEDY, PENALISED:
-        samplers = (sampler(name, models(device)) for device in ("mps", "cpu"))
-        texts, wanted = (write(FIRST, max_len=10, sampling=sampling)[0] for write in samplers)
+        texts, wanted = (sampler(name, of)(FIRST, max_len=10, sampling=sampling)[0] for of in (made, on_cpu()))
         assert texts == wanted
+
+
+FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
 
 
 @pytest.mark.parametrize("name", ON_GPU if FULL else ["fixed"])
 def test_texts_drawn_on_mps_have_the_right_distribution(apple, name):
-    made, prompt, length = models("mps", FEW), [1, 2, 3], 3
-    decoding = Decoding(gamma=2, gamma1=1, gamma2=2, contrastive_temperature=1.0)
-    generator = torch.Generator("mps").manual_seed(0)
-    texts, _ = sampler(name, made, decoding)([prompt] * DRAWS, max_len=length, sampling=FILTERED, generator=generator)
-    cpu = models("cpu", FEW)
-    source = cpu["target"] if METHODS[name].lossless else cpu.get(name, Contrast(cpu["target"], cpu["draft"]))
-    shape = FREE if METHODS[name].contrasts else FILTERED  # Contrastive decoding ignores the filters.
-    assert helpers.chi_square(texts, helpers.joint_distribution(source, prompt, length, shape), FEW) > 1e-4
-
-
-def test_perplexity_on_mps_is_that_of_the_cpu(apple):
-    text = FIRST[0] * 4
-    wanted, found = (PPL.perplexities(text, each["target"], each["draft"]) for each in (models("cpu"), models("mps")))
-    assert found == pytest.approx(wanted, rel=1e-6)
+    assert p_value(name, models("mps", FEW), "mps", FILTERED) > 1e-4
 
 
 def test_what_mps_lacks_is_refused(apple):
@@ -707,28 +643,6 @@ def test_float64_on_mps_is_caught(apple, monkeypatch):
     """Planted: verification in float64, which works on a CPU and on CUDA."""
     rule = loop.token_rule
     monkeypatch.setitem(VERIFICATIONS, "token", lambda p, q, drafts, u: rule(p.double(), q.double(), drafts, u))
-    assert sampler("fixed", models("cpu"))(FIRST, max_len=10, sampling=GREEDY)[0] == right()[0]
+    assert sampler("fixed", on_cpu())(FIRST, max_len=10, sampling=GREEDY)[0] == right()[0]
     with pytest.raises(TypeError, match="float64"):
         sampler("fixed", models("mps"))(FIRST, max_len=10, sampling=GREEDY)
-
-
-MPS_COMMANDS = {
-    "speed": ["--speed", "--ppl", "--compile", "--top_k", "5", "--dtype", "float32"],  # What is compiled stays eager.
-    "float16": ["--speed", "--sentences", "1"],
-    "all": ["--compare", "all", "--maxLen", "6", "--dtype", "float32", "--repetition_penalty", "1.2"],
-    "draft on the CPU": ["--speed", "--draftDevice", "cpu", "--dtype", "float32"],
-    "few guesses": ["--speed", "--draftVocab", "100", "--dtype", "float32"],
-    "lossless": ["--lossless", "fixed,draftConfidence,lookup", "--tokens", "500"],
-    "sweep": ["--sweep", "--sentences", "1", "--maxLen", "6", "--dtype", "float32"],
-    "diversity": ["--diversity", "--prompt", "The lamp", "--maxLen", "6", "--repeats", "2"],
-    "show": ["--show"],
-}
-
-
-@pytest.mark.parametrize("command", MPS_COMMANDS if FULL else ["speed"])
-def test_every_mode_runs_on_mps(apple, cli, flags, tmp_path, capsys, command):
-    flags = fitting(flags, MPS_COMMANDS[command])
-    assert cli.main([*flags, "--out", str(tmp_path), "--device", "mps", *MPS_COMMANDS[command]]) == 0
-    if command == "speed":
-        assert "not on mps" in capsys.readouterr().err
-        assert {line["kind"] for line in lines_of(tmp_path)} >= {"speed", "ppl"}

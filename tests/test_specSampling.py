@@ -1,6 +1,7 @@
 """The samplers: greedy equality, exact distributions, planted mistakes, ragged rows, records."""
 
 import copy
+import math
 
 import helpers
 import pytest
@@ -11,6 +12,7 @@ from outcomes import FREE, largest_error, small, speculative_error
 
 import specSampling as loop
 from decoding.model import Model
+from decoding.rows import Record
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -202,12 +204,43 @@ def test_guesses_after_the_end_of_a_text_do_not_count():
     (whole,), _ = specSampling(PROMPTS[:1], target, ModelDrafter(target), 30, gamma=4, sampling=GREEDY)
     place = next(i for i in range(1, 20) if whole[i] not in whole[:i] and i % 5 in (2, 3))
     seen = []
-    (text,), (record,) = specSampling(
-        PROMPTS[:1], target, ModelDrafter(target), 30, gamma=4, sampling=GREEDY, end_of_text=whole[place],
-        callback=lambda text, tokens, guessed: seen.append((len(tokens), guessed)),
-    )  # fmt: skip
+    options = {
+        "end_of_text": whole[place],
+        "callback": lambda text, tokens, guessed: seen.append((len(tokens), guessed)),
+    }
+    (text,), (record,) = specSampling(PROMPTS[:1], target, ModelDrafter(target), 30, 4, GREEDY, **options)
     assert text == whole[: place + 1] and record.alpha == 1
     last = record.committed[-1]
     assert last < 5 and (record.drafted[-1], record.accepted[-1], seen[-1]) == (last, last, (last, last))
     tested = sum(tested for tested, _ in record.acceptance_by_position)
     assert tested == sum(record.committed[1:]) - (len(record.committed) - 2)
+
+
+def test_the_record_tells_what_happened():
+    target, grown = helpers.tiny(), {row: [] for row in range(len(PROMPTS))}
+    how = {"generator": torch.Generator().manual_seed(1), "callback": lambda row, *of: grown[row].append(of)}
+    tokens, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 50, 4, **how)
+    for row, record in enumerate(records):
+        assert sum((new for new, _ in grown[row]), []) == tokens[row] and record.tokens == len(tokens[row]) == 50
+        assert all(0 <= guessed <= len(new) for new, guessed in grown[row])
+        assert [guessed for _, guessed in grown[row][:-1]] == record.accepted[:-1]
+        assert record.drafted[0] == record.accepted[0] == 0 and record.committed[0] == 1
+        assert all(c == a + 1 for c, a in zip(record.committed[:-1], record.accepted[:-1]))
+        assert all(a <= d <= 4 for a, d in zip(record.accepted, record.drafted))
+        assert record.times == sorted(record.times) and 0 < record.ttft <= record.times[-1]
+        by_position = record.acceptance_by_position
+        assert all(passed <= tested for tested, passed in by_position)
+        assert all(later[0] <= earlier[1] for earlier, later in zip(by_position, by_position[1:]))
+        assert sum(passed for _, passed in by_position) == sum(record.accepted)
+        assert record.tokens_per_round == pytest.approx(49 / (len(record.committed) - 1))
+        assert record.tpot == pytest.approx((record.times[-1] - record.times[0]) / 49)
+        assert record.throughput == pytest.approx(50 / record.times[-1])
+
+
+def test_figures_of_a_record_made_by_hand():
+    record = Record([0.5, 0.7, 1.0], [1, 3, 2], [0, 2, 3], [0, 2, 1])
+    assert (record.tokens, record.ttft, record.tokens_per_round) == (6, 0.5, 2.5)
+    assert record.tpot == pytest.approx(0.1) and record.throughput == pytest.approx(6)
+    assert record.acceptance_by_position == [(2, 2), (2, 1), (0, 0)] and record.alpha == 0.75
+    record = Record([0.5], [1], [0], [0])  # What one token cannot tell is nan.
+    assert all(map(math.isnan, (record.tpot, record.tokens_per_round, record.alpha)))

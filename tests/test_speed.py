@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from decoding.record import Record
+from decoding.rows import Record
 from experiments.intervals import Range, interval, speedup, summarize
 from experiments.speed import WARM, ends_after, in_turns, quiet, time_steps, time_texts
 from methods.drafters import ModelDrafter

@@ -6,7 +6,7 @@ import helpers
 import pytest
 import torch
 from helpers import DRAWS
-from test_specSampling import PROMPTS, near
+from test_specSampling import FREE, PROMPTS, near
 
 from decoding import tree as trees
 from decoding.rows import Rows
@@ -20,7 +20,6 @@ from specSampling import specSampling
 from utils import GREEDY, Sampling
 
 SHAPES = ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1", "3/2,1,0/1,2,0"]
-FREE = Sampling(1.0, 0, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +28,27 @@ def pair():
     return target, near(target)
 
 
+def written(pair, shape="3,2,1", max_len=40, sampling=GREEDY, **options):
+    """Texts and records of `PROMPTS`. pair: target and draft."""
+    shape = Tree.of(shape) if isinstance(shape, str) else shape
+    return treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), max_len, shape, sampling, **options)
+
+
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_greedy_rows_equal_plain_greedy(family):
     target = helpers.tiny(family)
     draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
     plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
     for rule in TREE_RULES.values():
-        texts, _ = treeSampling(PROMPTS, target, TreeDrafter(draft), 40, Tree.of("3/2,1,0/1,2,0"), GREEDY, verify=rule)
-        assert texts == plain
+        assert written((target, draft), "3/2,1,0/1,2,0", verify=rule)[0] == plain
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_penalty(pair, shape):
     for sampling in (GREEDY, Sampling(0.0, 0, 1.0, 1.3)):
-        plain, _ = regrSampling(PROMPTS, pair[0], 40, sampling)
-        texts, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 40, Tree.of(shape), sampling)
-        assert texts == plain
-    accepted = {a for record in records for a in record.accepted[1:]}
-    assert len(accepted) > 1
+        texts, records = written(pair, shape, sampling=sampling)
+        assert texts == regrSampling(PROMPTS, pair[0], 40, sampling)[0]
+    assert len({accepted for record in records for accepted in record.accepted[1:]}) > 1
 
 
 def sharp(count=2, vocabulary=4):
@@ -55,21 +57,17 @@ def sharp(count=2, vocabulary=4):
     return target, near(target, noise=0.5)
 
 
-def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, length=4, draws=DRAWS // 2, seed=0):
+def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, draws=DRAWS // 2):
     """The chi-square p-value of texts of a few rounds, each drawn in a row of its own; the rows are ragged."""
     target, draft = sharp()
-    wanted, texts = {}, {}
-    for prefix in ([1, 2, 0, 1, 2], [1]):
-        wanted[len(prefix)] = helpers.joint_distribution(target, prefix, length, sampling)
-    prefixes = [[1, 2, 0, 1, 2], [1]] * (draws // 2)
-    generator = torch.Generator().manual_seed(seed)
+    prefixes, generator = [[1, 2, 0, 1, 2], [1]], torch.Generator().manual_seed(0)
     shape = Tree.of(shape) if isinstance(shape, str) else shape
-    made, _ = treeSampling(
-        prefixes, target, TreeDrafter(draft), length, shape, sampling, generator=generator, verify=rule
+    options = {"generator": generator, "verify": rule}
+    texts, _ = treeSampling(prefixes * (draws // 2), target, TreeDrafter(draft), 4, shape, sampling, **options)
+    return min(
+        helpers.chi_square(texts[row::2], helpers.joint_distribution(target, prefix, 4, sampling), target.vocabulary)
+        for row, prefix in enumerate(prefixes)
     )
-    for prefix, text in zip(prefixes, made):
-        texts.setdefault(len(prefix), []).append(text)
-    return min(helpers.chi_square(texts[n], wanted[n], target.vocabulary) for n in wanted)
 
 
 @pytest.mark.parametrize(
@@ -131,9 +129,9 @@ def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
         for which in models:
             honest([which], rows, tree, path if which is not pair[model] else path.roll(1, 1))
 
-    plain, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
+    plain, records = written(pair, max_len=60)
     monkeypatch.setattr(loop, "move_path", one_too_far)
-    texts, worse = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 60, Tree.of("3,2,1"), GREEDY)
+    texts, worse = written(pair, max_len=60)
     if model == 0:
         assert texts != plain
     else:
@@ -170,12 +168,9 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
     """The texts and the records are those of `specSampling`."""
     for gamma in (1, 3):
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        given = PROMPTS, pair[0]
-        texts, records = treeSampling(
-            *given, TreeDrafter(pair[1]), 30, Tree.chain(gamma), FREE, generator=generators[0], verify=rule
-        )
+        texts, records = written(pair, Tree.chain(gamma), 30, FREE, generator=generators[0], verify=rule)
         wanted, theirs = specSampling(
-            *given, ModelDrafter(pair[1]), 30, gamma, FREE, generator=generators[1], verify=on_chains
+            PROMPTS, pair[0], ModelDrafter(pair[1]), 30, gamma, FREE, generator=generators[1], verify=on_chains
         )
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
@@ -188,9 +183,9 @@ def in_turn():
 
 @pytest.mark.parametrize("rule", TREE_RULES.values())
 def test_rounds_of_all_kinds_follow_one_another(pair, rule):
-    choice, plain = in_turn(), regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
-    texts, records = treeSampling(PROMPTS, pair[0], TreeDrafter(pair[1]), 40, choice, GREEDY, verify=rule)
-    assert texts == plain
+    choice = in_turn()
+    texts, records = written(pair, choice, verify=rule)
+    assert texts == regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
     for row, record in enumerate(records):
         told = [last.get(row, 0) for last in choice.last[: len(record.accepted) - 1]]
         assert [node > 0 for node in told] == [accepted > 0 for accepted in record.accepted[1:]]
@@ -201,13 +196,9 @@ def test_rows_end_at_their_own_token_and_at_max_len(pair):
     plain, _ = regrSampling(PROMPTS, pair[0], 30, GREEDY)
     end = plain[0][7]
     for max_len in (1, 2, 3, 30):
-        given = max_len, GREEDY
-        wanted, _ = regrSampling(PROMPTS, pair[0], *given, end_of_text=end)
-        texts, records = treeSampling(
-            PROMPTS, pair[0], TreeDrafter(pair[1]), max_len, Tree.of("3,2,1,1"), GREEDY, end_of_text=end
-        )
-        assert texts == wanted
-        assert [sum(r.committed) for r in records] == list(map(len, wanted))
+        texts, records = written(pair, "3,2,1,1", max_len, end_of_text=end)
+        assert texts == regrSampling(PROMPTS, pair[0], max_len, GREEDY, end_of_text=end)[0]
+        assert [sum(r.committed) for r in records] == list(map(len, texts))
 
 
 def test_a_full_context_leaves_no_room_for_positions_beyond_it():

@@ -1,18 +1,17 @@
-"""The shape of a tree of guesses, and what chooses it."""
+"""The shape of a tree of guesses, the menu of shapes, and how nodes are drawn."""
 
 import functools
-import time
-from types import SimpleNamespace
+import itertools
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
-from decoding.lengthRules import MENU, CostAware
-from decoding.tree import MOST, Tree
+from decoding.lengthRules import MENU
+from decoding.tree import MOST, Tree, siblings
 from utils import UserError
-
-PLAIN = Tree.chain(0)
 
 
 @st.composite
@@ -53,41 +52,6 @@ def test_what_is_no_tree_is_refused(text):
         Tree.of(text)
 
 
-class Clock:
-    """A machine on which a round with a tree takes `seconds(tree)`, and where the best guesses are always accepted."""
-
-    def __init__(self, monkeypatch, seconds, accepted):
-        self.now, self.seconds, self.accepted = 0.0, seconds, accepted
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-    def play(self, rule, rounds):
-        """The shapes that `rule` asks for."""
-        asked = []
-        rule.begin(SimpleNamespace(numbers=[0], left=[1 << 20]))
-        for _ in range(rounds):
-            tree = rule.shape()
-            assert rule.gammas() == [tree.depth]
-            self.now += self.seconds(tree)
-            last = 0
-            while tree.children[last] and tree.depths[last] < self.accepted:
-                last = tree.children[last][0]
-            rule.learn({0: tree.depth}, {0: last}, {})
-            asked.append(tree)
-        return asked
-
-
-def test_auto_finds_the_shape_with_the_most_tokens_per_second(monkeypatch):
-    """Scoring is free: the largest tree. Guesses cost as much as plain decoding and are never right: no guesses."""
-    free = Clock(monkeypatch, lambda tree: 1.0 + 0.001 * tree.size, accepted=9)
-    asked = free.play(CostAware(MENU), 400)
-    assert max(map(asked[200:].count, MENU)) > 150
-    favourite = max(MENU, key=asked[200:].count)
-    assert favourite.depth == max(tree.depth for tree in MENU)
-    dear = Clock(monkeypatch, lambda tree: 1.0 + tree.depth, accepted=0)
-    asked = dear.play(CostAware(MENU), 400)
-    assert asked[200:].count(PLAIN) > 150
-
-
 def best_expected(budget, table):
     """The expected tokens of the best tree of at most `budget` guesses below a node, by dynamic programming (Sequoia,
     arXiv 2402.12374, section 3.1)."""
@@ -120,31 +84,68 @@ def test_the_menu_is_nearly_as_good_as_the_best_shape(first, level, node):
     def rates(shapes):
         return [rate(tree.expected_tokens([row] * 10), tree.depth, tree.size) for tree in shapes]
 
-    sizes = (1, 2, 4, 6, 8, 12, 16, 24, 32)
-    best = max(
-        rate(best_expected(size, [row] * depth), depth, size)
-        for depth in range(1, 11)
-        for size in sizes
-        if size >= depth
-    )
+    sizes, depths = (1, 2, 4, 6, 8, 12, 16, 24, 32), range(1, 11)
+    shapes = [(depth, size) for depth in depths for size in sizes if size >= depth]
+    best = max(rate(best_expected(size, [row] * depth), depth, size) for depth, size in shapes)
     assert max(rates(MENU)) > 0.91 * max(1.0, best)
     assert max(rates(MENU)) > 0.97 * max(rates(map(Tree.chain, range(11))))
 
 
-def test_auto_tries_other_shapes_again(monkeypatch):
-    free = Clock(monkeypatch, lambda tree: 1.0 + 0.02 * tree.size, accepted=2)
-    assert len(set(free.play(CostAware(MENU), 800)[100:])) > 3
+# Siblings are drawn without replacement, each from the law that is returned with it.
+
+Q = torch.tensor([[0.5, 0.0, 0.2, 0.3], [0.0, 0.0, 1.0, 0.0], [0.1, 0.6, 0.1, 0.2]])
 
 
-def test_auto_forgets_a_busy_start(monkeypatch):
-    """While the machine was busy, every shape but plain decoding seemed slow."""
-    rounds = 0
+def without_replacement(q, count):
+    """{drawn tokens: probability} of `count` draws from `q[V]`, each from what the draws before it leave."""
+    outcomes = {(): 1.0}
+    for _ in range(count):
+        outcomes = {
+            (*drawn, x): chance * q[x] / (1 - sum(q[y] for y in drawn))
+            for drawn, chance in outcomes.items()
+            for x in range(len(q))
+            if q[x] > 0 and x not in drawn
+        }
+    return outcomes
 
-    def seconds(tree):
-        nonlocal rounds
-        rounds += 1
-        busy = 30.0 if rounds < 20 and tree.size else 1.0
-        return busy * (1.0 + 0.01 * tree.size)
 
-    asked = Clock(monkeypatch, seconds, accepted=9).play(CostAware(MENU), 4000)
-    assert asked[20:60].count(PLAIN) > 20 and asked[-500:].count(PLAIN) < 50
+def test_each_order_of_tokens_is_as_probable_as_it_must_be():
+    rows, q = 200_000, Q[2]
+    u = torch.rand(rows, 1, 3, generator=torch.Generator().manual_seed(0))
+    tokens, _ = siblings(q.expand(rows, 1, 4), u, (3,))
+    wanted = without_replacement(q.tolist(), 3)
+    assert set(wanted) == set(itertools.permutations(range(4), 3))
+    found = [(tokens == torch.tensor(drawn)).all(1).sum().item() for drawn in wanted]
+    expected = [chance * rows / sum(wanted.values()) for chance in wanted.values()]
+    assert sum(found) == rows and chisquare(found, expected).pvalue > 1e-3
+
+
+def test_the_laws_are_q_without_the_siblings_before():
+    counts = (3, 0, 2)
+    u = torch.rand(50, 3, 3, generator=torch.Generator().manual_seed(1))
+    tokens, laws = siblings(Q.expand(50, 3, 4), u, counts)
+    assert tokens.shape == (50, 5) and laws.shape == (50, 5, 4)
+    at = 0
+    for node, count in enumerate(counts):
+        left = Q[node].repeat(50, 1)
+        for k in range(at, at + count):
+            torch.testing.assert_close(laws[:, k], left / left.sum(-1, keepdim=True))
+            assert (laws[:, k].gather(1, tokens[:, k, None]) > 0).all()
+            left = left.scatter(1, tokens[:, k, None], 0)
+        at += count
+    assert torch.equal(laws[:, 0], Q[0].expand(50, 4))
+
+
+@pytest.mark.parametrize("u", [0.0, 0.5, 1 - 2**-24])
+def test_too_few_tokens_are_left(u):
+    tokens, laws = siblings(Q[None], torch.full((1, 3, 4), u), (4, 3, 0))
+    assert (laws.sum(-1)[0] > 0).tolist() == [True, True, True, False, True, False, False]
+    assert set(tokens[0, :3].tolist()) == {0, 2, 3} and tokens[0, 3] == tokens[0, 0]
+    assert tokens[0, 4:].tolist() == [2, 2, 2]
+
+
+def test_from_nan_comes_no_token():
+    q = Q[None].clone()
+    q[0, 2] = torch.nan
+    tokens, laws = siblings(q, torch.full((1, 3, 2), 0.3), (1, 1, 2))
+    assert tokens[0, 2:].tolist() == [4, 4] and laws[0, 2:].isnan().all() and laws[0, :2].isfinite().all()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from benchmark.engines.adapters import FOLDER, SERVER, SITE, VLLM
-from decoding.record import Record
+from decoding.rows import Record
 from experiments.speed import Written
 from inputs.devices import available_memory
 from inputs.files import ROOT, gigabytes
