@@ -417,13 +417,15 @@ def test_a_context_that_is_exactly_full_is_enough_for_every_method(run, flags, p
     one_line(capsys, f"{CONTEXT - new} tokens and maxLen {new + 1} exceed the context")
 
 
-def test_a_screen_without_unicode_shows_what_it_can(run, flags, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["--speed", "--show"])
+def test_a_screen_without_unicode_shows_what_it_can(run, flags, tmp_path, monkeypatch, mode):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", screen)
-    run("--speed --maxLen 2 --prompt", "naïve 漢字", base=prompted(flags))
+    run("--maxLen 2", mode, "--prompt", "naïve 漢字", base=prompted(flags))
     screen.flush()
     assert b"na\\xefve \\u6f22\\u5b57" in screen.buffer.getvalue()
-    assert "naïve 漢字" in (tmp_path / "results.txt").read_text(encoding="utf-8")
+    if mode == "--speed":
+        assert "naïve 漢字" in (tmp_path / "results.txt").read_text(encoding="utf-8")
 
 
 def printed_to_nobody(pipe):
