@@ -42,7 +42,7 @@ class Trace:
         self.on_round = on_round
         self.rounds: list[Round] = []
         self.guesses: list[int] = []  # of the round that is about to end
-        self.seconds = 0.0
+        self.seconds, self.resumed = 0.0, 0.0  # resumed: when decoding went on after the last round
 
     def observer(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
         """Collect the guesses of a round (`decoding.drafter.Observer`)."""
