@@ -291,8 +291,8 @@ class Output:
     """Write the sampled texts of other programs to this folder, each in a file for --audit."""
     show: bool = switch(first=True)
     """Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own tokens. A
-    terminal shows it slowly enough to follow. Nothing is measured. --speedNew, --speedMulti or --contrastive choose the
-    method; the default is speculative sampling."""
+    terminal shows it slowly enough to follow; its speed comes at the end. Nothing is measured. --speedNew, --speedMulti
+    or --contrastive choose the method; the default is speculative sampling."""
     chat: bool = switch()
     """Talk with an instruct model: each line of the input is a question. An answer is shown as it is decoded, accepted
     guesses faintly, with its speed at the end. Ctrl-C ends an answer. /plain and /self switch guesses off and on, /new

@@ -74,11 +74,19 @@ class TextScorer:
     unit: float | None = None
 
     @torch.inference_mode()
-    def evidence(self, prompts: Texts, texts: Texts, first: int = 0, guesses: np.ndarray | None = None) -> Evidence:
+    def evidence(
+        self,
+        prompts: Texts,
+        texts: Texts,
+        first: int = 0,
+        guesses: np.ndarray | None = None,
+        logits: Sequence[Tensor] | None = None,
+    ) -> Evidence:
         """`Evidence` of the `texts` that a sampler wrote after `prompts`.
 
         first: the number of the first text. With the seed it decides the random numbers v, whichever process scored the
-        texts before. guesses: those of `guesses_along`; None: no guesses are known.
+        texts before. guesses: those of `guesses_along`; None: no guesses are known. logits: the target's `[n, V]` of
+        each text; None: they are computed.
         """
         random = np.random.default_rng((self.seed, first))
         length = max(map(len, prompts)) + max(map(len, texts))
@@ -87,8 +95,11 @@ class TextScorer:
         for part in (slice(i, i + rows) for i in range(0, len(texts), rows)):
             batch = Batch(prompts[part], texts[part], self.target.device)
             x, seen = batch.x, batch.seen(self.sampling, self.target.vocabulary)
-            logits = batch.before_x(self.target.score(batch.tokens))
-            p = probabilities(logits, self.sampling, seen)
+            if logits is None:
+                scores = batch.before_x(self.target.score(batch.tokens))
+            else:
+                scores = pad_sequence(list(logits[part]), batch_first=True).float()
+            p = probabilities(scores, self.sampling, seen)
             order = 1 / p
             if self.order is not None:
                 order = probabilities(batch.before_x(self.order.score(batch.tokens)), self.sampling, seen) / p
@@ -105,7 +116,7 @@ class TextScorer:
             lost = (p_x[..., 0] == 0) & batch.written
             impossible = torch.zeros_like(lost)
             if lost.any():
-                impossible[lost] = ~self.cut_by_rounding(logits[lost], x[lost], None if seen is None else seen[lost])
+                impossible[lost] = ~self.cut_by_rounding(scores[lost], x[lost], None if seen is None else seen[lost])
             u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
             fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
             if guesses is not None:

@@ -37,39 +37,26 @@ SHOWN_TOKENS = 6400  # Tokens of each method and of each planted mistake in the 
 GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 
 
-class BlockReader:
-    """The interface of a model for a `TextScorer`, computed as a sampler computes it: the prompts by prefill, then the
-    texts in blocks of `width` tokens through the KV cache, with the graphs that a compiled model has for them.
+@torch.inference_mode()
+def logits_as_written(
+    model: CachedModel, width: int, prompts: Texts, texts: Texts, batch: int | None = None
+) -> list[Tensor]:
+    """The logits `[n, V]` of each of `texts`, in the model's dtype, computed as a sampler computes them: the prompts by
+    prefill, then the texts in blocks of `width` tokens through the KV cache, with the graphs that a compiled model has
+    for them.
 
-    The texts are of one length. They are read as a batch, as they were written: graphs are for a number of rows.
+    The texts are of one length. They are read `batch` at a time, as they were written: graphs are for a number of rows.
     """
-
-    def __init__(self, model: CachedModel, width: int) -> None:
-        self.cached, self.width = model, width
-        self.model, self.device, self.dtype = model.model, model.device, model.dtype
-        self.vocabulary = model.vocabulary
-
-    @torch.inference_mode()
-    def read(self, prompts: Texts, texts: Texts, batch: int | None = None) -> None:
-        """Compute the results of `score`, and keep them in the model's dtype. batch: texts at a time."""
-        self.unscored: list[tuple[int, Tensor]] = []  # length of the prompt, logits [n, V] of the text
-        batch = batch or len(texts)
-        for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
-            rows = Rows(prompts[part], len(texts[0]), [self.cached])
-            at, logits = rows.lengths[:, None], [self.cached.prefill(rows)[:, None]]
-            for block in upload(texts[part], self.device)[:, :-1].split(self.width, 1):
-                logits.append(self.cached.forward(block, at + torch.arange(block.shape[1], device=self.device)))
-                at = at + block.shape[1]
-            self.unscored += zip(map(len, prompts[part]), torch.cat(logits, 1).to(self.dtype))
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Logits after each of `tokens[B, n]`, float32 `[B, n, V]`: those of the next B texts in the order in which
-        they were read, and 0 before the end of the prompt."""
-        logits = torch.zeros(*tokens.shape, self.vocabulary, device=self.device)
-        for row, (length, computed) in enumerate(self.unscored[: len(tokens)]):
-            logits[row, length - 1 :][: len(computed)] = computed
-        del self.unscored[: len(tokens)]
-        return logits
+    results: list[Tensor] = []
+    batch = batch or len(texts)
+    for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
+        rows = Rows(prompts[part], len(texts[0]), [model])
+        at, logits = rows.lengths[:, None], [model.prefill(rows)[:, None]]
+        for block in upload(texts[part], model.device)[:, :-1].split(width, 1):
+            logits.append(model.forward(block, at + torch.arange(block.shape[1], device=model.device)))
+            at = at + block.shape[1]
+        results += torch.cat(logits, 1).to(model.dtype).unbind()
+    return results
 
 
 class Trial:
@@ -88,8 +75,6 @@ class Trial:
         self.batches = math.ceil(settings.tokens / (self.texts * self.max_len))  # of texts by each method
         self.mapped = inputs.processes.mapped
         self.limit = limit_of(len(self.names) * len({"float32", settings.models.dtype or "float32"}))
-        width = self.decoding.gamma_of("fixed") + 1
-        self.reader = None if dtype == "float32" else BlockReader(models["target"], width)
         self.in_figure = min(math.ceil(SHOWN_TOKENS / self.max_len), self.batches * self.texts)  # texts
         self.conditions: TrialConditions = {
             "temperature": self.sampling.temperature,
@@ -118,15 +103,17 @@ class Trial:
         texts, _ = sampler(prompts, max_len=self.max_len, **options)
         if guessing is not None:
             guesses = guesses_along(guessing, prompts, texts, **options)
-        if self.reader:
-            self.reader.read(prompts, texts, self.batch)
-        return scorer.evidence(prompts, texts, first, guesses)
+        logits = None
+        if self.dtype != "float32":
+            width = self.decoding.gamma_of("fixed") + 1
+            logits = logits_as_written(scorer.target, width, prompts, texts, self.batch)
+        return scorer.evidence(prompts, texts, first, guesses, logits)
 
     def scorer(self, sampling: Sampling, order: str = "draft") -> TextScorer:
         """The `TextScorer` that orders the vocabulary by the model of role `order`, if that has the target's tokens."""
         other_tokens = order == "draft" and self.decoding.translation is not None
-        target: Any = self.reader or self.models["target"]
-        return TextScorer(target, None if other_tokens else self.models.get(order), sampling, self.seed)
+        order_by = None if other_tokens else self.models.get(order)
+        return TextScorer(self.models["target"], order_by, sampling, self.seed)
 
     def shown_counts(self, evidence: Evidence) -> ShownCounts:
         """The histogram for the figure. An impossible token has an infinite q / p, so its u is 1."""

@@ -88,13 +88,13 @@ baseline = partial(Method, guesses=False)
 alone = partial(baseline, lossless=False, in_all=())
 tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
 contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
-# In the course report's code: gamma guesses each round.
-report_chains = partial(make.chains, rule="fixed", verification="token", drafter=make.model_drafter)
 
 
-def chain(name: str, title: str, rule: str = "fixed", drafter: DrafterMaker = make.guesser, **options: Any) -> Method:
-    """Speculative sampling with this draft-length rule and drafter. options: fields of `Method`."""
-    return Method(name, title, partial(make.chains, rule=rule, drafter=drafter), **options)
+def chain(name: str, title: str, *needs: Role, drafter: str | DrafterMaker | None = None, **options: Any) -> Method:
+    """Speculative sampling with the draft-length rule of that name, else a fixed one, and this drafter
+    (`samplers.chains`). options: fields of `Method`."""
+    rule = name if name in make.LENGTH_RULES else "fixed"
+    return Method(name, title, partial(make.chains, rule=rule, drafter=drafter), needs, **options)
 
 
 CATALOGUE: tuple[Method, ...] = (
@@ -116,15 +116,10 @@ CATALOGUE: tuple[Method, ...] = (
         in_all=("lossless",),
     ),
     chain("fixed", "gamma guesses each round", modes=("steps",)),
-    chain(
-        "additive",
-        "one more guess after a fully accepted round, otherwise half as many",
-        "additive",
-        modes=("speedNew",),
-    ),
-    chain("draftConfidence", "guesses until the draft is not confident", "draftConfidence"),
-    chain("targetConfidence", "guesses only while the target is confident", "targetConfidence"),
-    chain("costAware", "the number of guesses with the highest expected speed", "costAware", seeded=lambda _: False),
+    chain("additive", "one more guess after a fully accepted round, otherwise half as many", modes=("speedNew",)),
+    chain("draftConfidence", "guesses until the draft is not confident"),
+    chain("targetConfidence", "guesses only while the target is confident"),
+    chain("costAware", "the number of guesses with the highest expected speed", seeded=lambda _: False),
     Method("block", "block verification", partial(make.chains, rule="fixed", verification="block")),
     tree_method("tree", "a tree of guesses (--tree), traversal verification", partial(make.trees, rule="traversal")),
     tree_method(
@@ -133,25 +128,10 @@ CATALOGUE: tuple[Method, ...] = (
         partial(make.trees, rule="topDown"),
         in_all=("lossless",),
     ),
-    chain("lookup", "guesses from the text so far", drafter=make.lookup),
-    chain(
-        "lookupFirst",
-        "guesses from the text so far, otherwise the draft's",
-        drafter=make.lookup_first,
-        needs=(Role.DRAFT,),
-    ),
-    chain(
-        "self",
-        "guesses from the target's own copy in few bits (--draftBits)",
-        drafter=partial(make.model_drafter, role="self"),
-        needs=(Role.SELF,),
-    ),
-    chain(
-        "head",
-        "guesses from the target's features, by a trained head (--head)",
-        drafter=partial(make.model_drafter, role="head"),
-        needs=(Role.HEAD,),
-    ),
+    chain("lookup", "guesses from the text so far", drafter="lookup"),
+    chain("lookupFirst", "guesses from the text so far, otherwise the draft's", Role.DRAFT, drafter="lookupFirst"),
+    chain("self", "guesses from the target's own copy in few bits (--draftBits)", Role.SELF, drafter="self"),
+    chain("head", "guesses from the target's features, by a trained head (--head)", Role.HEAD, drafter="head"),
     Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",
@@ -168,7 +148,7 @@ CATALOGUE: tuple[Method, ...] = (
     Method(
         "speculativeNoCache",
         "gamma guesses each round, both models without a KV cache, as in the course report's code",
-        partial(make.without_cache, make=report_chains),
+        partial(make.without_cache, make=partial(make.chains, rule="fixed", verification="token", drafter="draft")),
         (Role.READER,),
         in_all=("compare",),
     ),

@@ -120,7 +120,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
             refuse(f"the generation mode {mode.value}")
         if arguments.get("synced_gpus"):
             refuse("synced_gpus")
-        check(model, self.draft, self.vocabulary, generation_config, inputs)
+        check_settings(model, self.draft, self.vocabulary, generation_config, inputs)
         prompts, padding = unpadded(input_ids, inputs)
         sampling = as_sampling(logits_processor, padding, generation_config.do_sample)
         stop = Stop(input_ids, stopping_criteria, generation_config)
@@ -179,7 +179,7 @@ def refuse(what: str) -> NoReturn:
     raise ValueError(f"speculative sampling does not support {what}")
 
 
-def check(
+def check_settings(
     model: PreTrainedModel, draft: Any, vocabulary: int | None, config: GenerationConfig, inputs: dict[str, Any]
 ) -> None:
     """Refuse settings of `generate`, and inputs of the model, that would be ignored, and models that do not fit

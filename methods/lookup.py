@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
 from decoding.rows import Rows
@@ -90,7 +89,6 @@ class LookupDrafter(Drafter):
         if ngram < 1:
             raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
         self.vocabulary, self.ngram, self.worth = vocabulary, ngram, worth
-        self.zeros, self.ones = torch.zeros(0), torch.zeros(0, dtype=torch.long)  # of `one_hot`
 
     def begin(self, rows: Rows) -> None:
         self.known: dict[int, Continuations] = {}  # of each text
@@ -119,21 +117,9 @@ class LookupDrafter(Drafter):
             return no_guesses(rows, self.vocabulary)
         padded = upload([[*row, *[-1] * (width - len(row))] for row in tokens], rows.device)
         drafts = padded.clamp(min=0)
-        return Guesses(drafts, self.one_hot(drafts, padded >= 0), list(map(len, tokens)))
-
-    def one_hot(self, drafts: Tensor, guessed: Tensor) -> Tensor:
-        """q, float32 `[B, n, V]`: 1 at each of `drafts[B, n]` that is `guessed`, and 0 elsewhere.
-
-        Its memory is used again in each round: of millions of numbers, few change.
-        """
-        numbers = drafts.numel() * self.vocabulary
-        if len(self.zeros) < numbers or self.zeros.device != drafts.device:
-            self.zeros = torch.zeros(numbers, device=drafts.device)
-        else:
-            self.zeros[self.ones] = 0
-        self.ones = drafts.flatten() + torch.arange(0, numbers, self.vocabulary, device=drafts.device)
-        self.zeros[self.ones] = guessed.flatten().float()
-        return self.zeros[:numbers].view(*drafts.shape, self.vocabulary)
+        q = torch.zeros(*drafts.shape, self.vocabulary, device=drafts.device)
+        q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None])  # 1 at each guess
+        return Guesses(drafts, q, list(map(len, tokens)))
 
 
 class LookupFirst(Drafter):

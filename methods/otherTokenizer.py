@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -237,15 +238,10 @@ class OtherTokenizerDrafter(Drafter):
             text = self.held[number][:1] if ended else self.texts[number].row(tokens)
             fits.append(len(text) + gamma <= self.rows.capacity and not ended)
             self.held[number] = text = text if fits[-1] else text[:1]
-            unread.append(len(text) - min(agreement(text, known), len(text) - 1))
+            unread.append(len(text) - min(len(commonprefix([text, known])), len(text) - 1))
         width = max(READ, *unread)
         texts = [self.held[number] for number in rows.numbers]
         positions = [[max(0, place) for place in range(len(text) - width, len(text) + gamma - 1)] for text in texts]
         block = [[text[place] for place in places[:width]] for text, places in zip(texts, positions)]
         device = self.model.device
         return upload(block, device), upload(positions, device), upload(fits, device)
-
-
-def agreement(text: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts have in common at their beginning."""
-    return next((i for i, (a, b) in enumerate(zip(text, other)) if a != b), min(len(text), len(other)))

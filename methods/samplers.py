@@ -104,33 +104,22 @@ Maker = Callable[[Models, Decoding], Sampler]
 DrafterMaker = Callable[[Models, Decoding], Drafter]
 
 
-# Drafters.
-
-
-def model_drafter(models: Models, decoding: Decoding, role: str = "draft") -> Drafter:
-    """A drafter with the model of `role`. The draft is restricted if `--draftVocab` is given."""
-    options = decoding.draft_temperature, decoding.draft_top_p
-    model = models["restricted"] if role == "draft" and "restricted" in models else models[role]
-    if role == "draft" and decoding.translation is not None:
-        return OtherTokenizerDrafter(model, decoding.translation, *options)
+def guesser(models: Models, decoding: Decoding, kind: str | None = None) -> Drafter:
+    """What guesses: the model of a role ("draft", "self", "head"), the text so far ("lookup"), or that where it has a
+    match, and elsewhere the draft model, which is better than short matches ("lookupFirst"). None: as the flags say."""
+    if kind is None:
+        kind = "lookup" if "draft" not in models else "lookupFirst" if decoding.lookup_first else "draft"
+    if kind == "lookup":
+        return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
+    if kind == "lookupFirst":
+        looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
+        return LookupFirst(looked_up, guesser(models, decoding, "draft"))
+    model, options = models[kind], (decoding.draft_temperature, decoding.draft_top_p)
+    if kind == "draft":
+        model = models.get("restricted", model)
+        if decoding.translation is not None:
+            return OtherTokenizerDrafter(model, decoding.translation, *options)
     return ModelDrafter(model, *options)
-
-
-def lookup(models: Models, decoding: Decoding) -> LookupDrafter:
-    return LookupDrafter(models["target"].vocabulary, decoding.ngram or 1)
-
-
-def lookup_first(models: Models, decoding: Decoding) -> Drafter:
-    """Prompt lookup where the text has a match, else the draft model, which is better than short matches."""
-    looked_up = LookupDrafter(models["target"].vocabulary, decoding.ngram or 4)
-    return LookupFirst(looked_up, model_drafter(models, decoding))
-
-
-def guesser(models: Models, decoding: Decoding) -> Drafter:
-    """The drafter that the flags select: the draft model, prompt lookup, or both."""
-    if "draft" not in models:
-        return lookup(models, decoding)
-    return lookup_first(models, decoding) if decoding.lookup_first else model_drafter(models, decoding)
 
 
 # Samplers.
@@ -159,16 +148,17 @@ def chains(
     decoding: Decoding,
     rule: str | None = None,
     verification: str | None = None,
-    drafter: DrafterMaker = guesser,
+    drafter: str | DrafterMaker | None = None,
 ) -> Sampler:
-    """Speculative sampling with this draft-length rule and verification rule; None: those of the flags."""
+    """Speculative sampling with this draft-length rule, verification rule, and drafter: a kind of `guesser` or a
+    function. None: those of the flags."""
     rule = rule or decoding.draft_length
     options = {field: getattr(decoding, field) for field in parameters_of(rule) if field != "length"}
     return partial(
         specSampling,
         target=models["target"],
-        drafter=drafter(models, decoding),
-        gamma=LENGTH_RULES[rule](decoding.gamma_of(rule, decoding.lookup or drafter is lookup), **options),
+        drafter=drafter(models, decoding) if callable(drafter) else guesser(models, decoding, drafter),
+        gamma=LENGTH_RULES[rule](decoding.gamma_of(rule, decoding.lookup or drafter == "lookup"), **options),
         verify=rule_of(models, decoding, verification),
     )
 

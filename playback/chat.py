@@ -1,11 +1,10 @@
-"""`chat`: a conversation on the terminal (`test.py --chat`). An answer is shown as it is decoded, then its speed."""
+"""A conversation on the terminal (`test.py --chat`): an answer is shown as it is decoded, then its speed."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 
@@ -17,7 +16,7 @@ from experiments.loading import Inputs
 from inputs.commandLine import visible
 from inputs.texts import encode_chat
 from methods.catalogue import build
-from playback.trace import Pieces
+from playback.trace import Pieces, Round, Trace
 from utils import UserError
 
 METHODS = {"/plain": "target", "/self": "speculative"}
@@ -53,19 +52,15 @@ class Chat:
                 return tokens
             del self.questions[0], self.answers[0]
 
-    def decode(self, method: str, max_len: int, shown: bool = True) -> tuple[list[int], float]:
-        """Decode an answer, until Ctrl-C at most. Returns its tokens, and tokens per second after the first one."""
-        count = itertools.count(1)  # of tokens
-        tokens, times, pieces = list[int](), list[float](), Pieces(self.tokenizer)
+    def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
+        """Decode an answer, until Ctrl-C at most."""
+        count, pieces, prompt = itertools.count(1), Pieces(self.tokenizer), self.prompt()
 
-        def show(row: int, new: list[int], guessed: int) -> None:
-            times.append(time.perf_counter())
-            tokens.extend(new)
-            for number, token in enumerate(new if shown else []):
-                if token not in self.inputs.end_tokens:
-                    self.write(pieces.add(token), "dim" if number < guessed else "")
+        def show(round: Round) -> None:
+            for style, tokens in ("dim", round.accepted), ("", round.target):
+                self.write("".join(pieces.add(token) for token in tokens if token not in self.inputs.end_tokens), style)
 
-        prompt = self.prompt()
+        trace = Trace(show) if shown else Trace()
         with suppress(KeyboardInterrupt):
             self.samplers[method](
                 [prompt],
@@ -73,14 +68,14 @@ class Chat:
                 sampling=self.settings.sampling.of("show"),
                 end_of_text=lambda row, token: self.inputs.ends(row, token) or next(count) == max_len,
                 generator=self.generator,
-                callback=show,
+                callback=trace.callback,
             )
-        for model in self.readers[method] if times else ():
-            model.remembered = [*prompt, *tokens[:-UNREAD]]
+        for model in self.readers[method] if trace.rounds else ():
+            model.remembered = [*prompt, *trace.tokens[:-UNREAD]]
         if shown:
             self.write(pieces.rest())
             self.console.print()
-        return tokens, (len(tokens) - 1) / (times[-1] - times[0]) if len(times) > 1 else math.nan
+        return trace
 
     def write(self, text: str, style: str = "") -> None:
         """Show a piece of an answer. Where no terminal shows it, an answer is one line."""
@@ -104,14 +99,14 @@ class Chat:
                 return
 
 
-def chat(inputs: Inputs) -> int:
+def converse(inputs: Inputs) -> int:
     """Answer each line that the user writes. Returns the exit code."""
     conversation, method, plain = Chat(inputs), "speculative", math.nan
     if conversation.terminal:
         print(HELP)
         conversation.questions = [SAMPLE]
         for _ in range(2):  # The first time warms up.
-            _, plain = conversation.decode("target", SAMPLE_TOKENS, shown=False)
+            plain = conversation.decode("target", SAMPLE_TOKENS, shown=False).rate
         conversation.questions = []
     for line in conversation.lines(inputs.settings.texts.questions):
         if line == "/quit":
@@ -125,14 +120,13 @@ def chat(inputs: Inputs) -> int:
         elif line:
             conversation.questions.append(line)
             try:
-                tokens, rate = conversation.decode(method, conversation.max_len)
+                trace = conversation.decode(method, conversation.max_len)
             except UserError as error:  # The question is too long for the context.
                 conversation.questions.pop()
                 print(error, file=sys.stderr)
                 continue
-            conversation.answers.append(inputs.tokenizer.decode(tokens, skip_special_tokens=True))
-            if conversation.terminal and rate == rate:
-                ratio = f", {rate / plain:.2f} times plain decoding" if method != "target" and plain == plain else ""
-                speed = f"[{len(tokens)} tokens, {rate:.0f} a second{ratio}]"
+            conversation.answers.append(inputs.tokenizer.decode(trace.tokens, skip_special_tokens=True))
+            speed = trace.speed(plain if method != "target" else math.nan)
+            if conversation.terminal and speed:
                 conversation.console.print(speed, style="dim", markup=False)
     return 0

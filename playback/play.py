@@ -25,7 +25,7 @@ from inputs.files import replace_file
 from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
-from playback.chat import chat
+from playback.chat import converse
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
 from utils import UserError
 
@@ -46,7 +46,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     error.
     """
     if inputs.settings.output.chat:
-        return chat(inputs)
+        return converse(inputs)
     settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
     name, file, screen = settings.measuring.played or "", settings.output.html, None
     sampler = build([name], dict(models), settings.decoding)[name]
@@ -101,12 +101,12 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: l
             note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
         finally:
             if screen:
-                screen.end(note)
+                screen.end(trace, note)
         answers.append(tokenizer.decode(text, skip_special_tokens=True))
 
 
 class Screen:
-    """A terminal that shows texts round by round: of each `begin(prompt)`, `round(round)` for each, `end(note)`.
+    """A terminal that shows texts round by round: of each `begin(prompt)`, `round(round)` for each, `end(trace)`.
 
     The kinds of tokens have colours; where the terminal or its environment variables allow none, they have marks.
     ends: tokens that end a text, which are not shown. pace: tokens a second at most, on a terminal; 0: as they come.
@@ -132,11 +132,8 @@ class Screen:
         return f"{begin}{text}{end}", COLOURS[kind]
 
     def write(self, *parts: Styled, end: str = "") -> None:
-        """Print `parts`, never as markup. Characters that the file's encoding lacks become "?"."""
-        encoding = getattr(self.console.file, "encoding", None) or "utf-8"
-        encodable = [text.encode(encoding, "replace").decode(encoding) for text, _ in parts]
-        styles = [style if self.colour else "" for _, style in parts]
-        self.console.print(Text.assemble(*zip(encodable, styles)), end=end)
+        """Print `parts`, never as markup."""
+        self.console.print(Text.assemble(*((text, style if self.colour else "") for text, style in parts)), end=end)
 
     def begin(self, prompt: str) -> None:
         """Show a prompt, before the first one the legend."""
@@ -147,11 +144,9 @@ class Screen:
                 self.write((", ", ""), self.styled(kind, name))
         self.write(("\n" if self.begun else "\n\n", ""), (visible(prompt) + stop, "dim"))
         self.begun, self.pieces = True, Pieces(self.tokenizer)
-        self.rounds: list[Round] = []
 
     def round(self, round: Round) -> None:
         """Show one more round; it is on the screen when this returns. A reader has had time for the one before it."""
-        self.rounds.append(round)
         accepted, target = ([token for token in tokens if token not in self.ends] for tokens in (round[0], round[2]))
         pieces = self.pieces.of(Round(accepted, round.rejected, target))
         if self.pause:
@@ -159,10 +154,12 @@ class Screen:
             self.due = time.monotonic() + self.pause * (len(accepted) + len(target))
         self.write(*(self.styled(kind, "".join(texts)) for kind, texts in enumerate(pieces)))
 
-    def end(self, note: str = "") -> None:
-        """Show what is left of the text, and one line of figures. note: how the text ended."""
+    def end(self, trace: Trace, note: str = "") -> None:
+        """Show what is left of the text, its figures, and its speed. note: how the text ended."""
         self.write(self.styled(2, self.pieces.rest()), end="\n\n")
-        self.write(("; ".join(filter(None, (summary(self.rounds), note))), ""), end="\n")
+        self.write(("; ".join(filter(None, (summary(trace.rounds), note))), ""), end="\n")
+        if trace.speed():
+            self.write((trace.speed(), "dim"), end="\n")
 
 
 def html_page(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,12 +35,14 @@ class Turn(NamedTuple):
 
 class Trace:
     """The rounds of the first text, collected as a sampler's `callback` and `observer`. The first "round" is the
-    prefill. on_round: called with each round when it ends."""
+    prefill. on_round: called with each round when it ends. seconds: of decoding since the prefill, without the time of
+    `on_round`."""
 
     def __init__(self, on_round: Callable[[Round], object] = lambda round: None) -> None:
         self.on_round = on_round
         self.rounds: list[Round] = []
         self.guesses: list[int] = []  # of the round that is about to end
+        self.seconds, self.resumed = 0.0, 0.0  # resumed: when decoding went on after the last round
 
     def observer(self, rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
         """Collect the guesses of a round (`decoding.drafter.Observer`)."""
@@ -47,8 +51,27 @@ class Trace:
     def callback(self, row: int, tokens: list[int], guessed: int) -> None:
         """Add a round that has ended (`decoding.rows.Callback`)."""
         if row == 0:
+            self.seconds += time.perf_counter() - self.resumed if self.rounds else 0
             self.rounds.append(Round(tokens[:guessed], self.guesses[guessed:], tokens[guessed:]))
             self.on_round(self.rounds[-1])
+            self.resumed = time.perf_counter()
+
+    @property
+    def tokens(self) -> list[int]:
+        """The text so far."""
+        return [token for round in self.rounds for token in round.accepted + round.target]
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second after the prefill; nan if none followed."""
+        later = len(self.tokens) - len(self.rounds[0].target) if self.rounds else 0
+        return later / self.seconds if later else math.nan
+
+    def speed(self, plain: float = math.nan) -> str:
+        """One line: `[28 tokens, 57 a second]`; empty if the rate is not known. plain: that of plain decoding, which
+        the rate is then compared with."""
+        ratio = f", {self.rate / plain:.2f} times plain decoding" if plain == plain else ""
+        return f"[{len(self.tokens)} tokens, {self.rate:.0f} a second{ratio}]" if self.rate == self.rate else ""
 
 
 class Pieces:

@@ -91,6 +91,12 @@ def pair_folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def pair():
+    """Two unlike models, the second with one layer."""
+    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def small_copies(tmp_path_factory):
     """The target's own copy is rounded with short texts, and kept in a folder of this test run."""

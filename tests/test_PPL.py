@@ -1,8 +1,6 @@
 """Perplexities against independent computations."""
 
-import json
 import math
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -15,22 +13,18 @@ from decoding.verification import acceptance, token_rule
 from utils import residual
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
-
-
 def tokens_of(length):
     return torch.randint(0, 61, (length,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-def word_tokenizer(text, verbose=False):
-    """Each word of numbers is its own token."""
-    return {"input_ids": [int(word) for word in text.split()]}
+def corpus_ppl(length, *models, window, stride):
+    """The corpus perplexity of a text of `length` tokens, each of which is a word: a number."""
 
+    def tokenizer(text, verbose=False):
+        return {"input_ids": [int(word) for word in text.split()]}
 
-def text_of(length):
-    return " ".join(map(str, tokens_of(length)))
+    text = " ".join(map(str, tokens_of(length)))
+    return PPL.calculate_ppl_corpus(text, tokenizer, models[0], *models[1:] or (None,), window, stride)
 
 
 def test_per_text_perplexity_equals_the_models_own_loss(pair):
@@ -66,20 +60,16 @@ def test_speculative_perplexity_is_the_targets_and_equals_the_plain_formula(pair
 def test_a_planted_mistake_in_the_functions_that_sample_changes_the_perplexity(pair, monkeypatch, name, wrong):
     """Patched where `token_rule` finds them: what it calls is what the perplexity is formed with."""
     ids = tokens_of(100)
-    right = PPL.calculate_ppl_spec(ids, *pair)
-    assert right == pytest.approx(PPL.calculate_ppl_regr(ids, pair[0]), rel=1e-6)
     monkeypatch.setattr(verification, name, wrong)
-    assert abs(PPL.calculate_ppl_spec(ids, *pair) / right - 1) > 1e-4
+    assert abs(PPL.calculate_ppl_spec(ids, *pair) / PPL.calculate_ppl_regr(ids, pair[0]) - 1) > 1e-4
     assert name in token_rule.__code__.co_names
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_the_command_line_shows_a_wrong_residual(cli, flags, tmp_path, monkeypatch, wrong):
+def test_the_command_line_shows_a_wrong_residual(run, flags, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(verification, "residual", lambda p, q: p)
-    assert cli.main([*prompted(flags, "--promptLen"), "--ppl", "--out", str(tmp_path)]) == 0
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    (line,) = (line for line in lines if line.get("of") == "text")
+    (line,) = (line for line in run("--ppl", base=prompted(flags, "--promptLen")) if line.get("of") == "text")
     ratio = line["ppl"]["speculative"] / line["ppl"]["target"]
     assert ratio != pytest.approx(1, rel=1e-4) if wrong else ratio == pytest.approx(1, rel=1e-6)
 
@@ -103,9 +93,8 @@ def test_logits_that_are_not_finite_have_no_perplexity(pair):
 
 
 def test_identical_models_have_no_residual_and_no_nan(pair):
-    ids = tokens_of(60)
-    plain = PPL.calculate_ppl_regr(ids, pair[0])
-    assert PPL.calculate_ppl_spec(ids, pair[0], pair[0]) == pytest.approx(plain, rel=1e-6)
+    ids, model = tokens_of(60), pair[0]
+    assert PPL.calculate_ppl_spec(ids, model, model) == pytest.approx(PPL.calculate_ppl_regr(ids, model), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +102,7 @@ def test_identical_models_have_no_residual_and_no_nan(pair):
 )
 def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride):
     target = pair[0]
-    got = PPL.calculate_ppl_corpus(text_of(length), word_tokenizer, target, None, window, stride)["target"]
+    got = corpus_ppl(length, target, window=window, stride=stride)["target"]
     ids, nll = tokens_of(length), 0.0
     for i in range(1, length):  # the window that scores token i is the first that reaches it
         start = next(s for s in range(0, length, stride) if min(s + window, length) > i)
@@ -123,12 +112,12 @@ def test_corpus_perplexity_scores_every_token_once(pair, length, window, stride)
 
 
 def test_corpus_perplexity_of_the_speculative_sampler_is_the_targets(pair):
-    both = PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, *pair, 128, 64)
+    how = {"window": 128, "stride": 64}
+    both = corpus_ppl(700, *pair, **how)
     assert list(both) == ["target", "draft", "speculative"]
     for role, model in zip(("target", "draft"), pair):  # what a model gives is its own, alone or beside the other
-        assert PPL.calculate_ppl_corpus(text_of(700), word_tokenizer, model, None, 128, 64)["target"] == both[role]
-    got = both["target"], both["speculative"]
-    assert got[1].token_ppl == pytest.approx(got[0].token_ppl, rel=1e-5)
+        assert corpus_ppl(700, model, **how)["target"] == both[role]
+    assert both["speculative"].token_ppl == pytest.approx(both["target"].token_ppl, rel=1e-5)
 
 
 def test_words_bytes_and_sums():
@@ -141,22 +130,15 @@ def test_words_bytes_and_sums():
 def test_what_has_no_perplexity_is_refused(pair):
     for match, call in {
         "two tokens": lambda: PPL.calculate_ppl_regr([1], pair[0]),
-        "fewer": lambda: PPL.calculate_ppl_corpus("7", word_tokenizer, pair[0], None, 64, 32),
-        "stride": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 64, 64),
-        "context": lambda: PPL.calculate_ppl_corpus("7 8", word_tokenizer, pair[0], None, 129, 64),
+        "fewer": lambda: corpus_ppl(1, pair[0], window=64, stride=32),
+        "stride": lambda: corpus_ppl(2, pair[0], window=64, stride=64),
+        "context": lambda: corpus_ppl(2, pair[0], window=129, stride=64),
     }.items():
         with refused(match):
             call()
 
 
 def test_large_vocabularies_are_handled_in_parts(pair, monkeypatch):
-    ids = tokens_of(100)
-    whole = PPL.calculate_ppl_spec(ids, *pair)
+    whole = PPL.calculate_ppl_spec(tokens_of(100), *pair)
     monkeypatch.setattr(PPL, "ROWS", 7)
-    assert PPL.calculate_ppl_spec(ids, *pair) == pytest.approx(whole, rel=1e-6)
-
-
-def test_models_with_a_score_are_enough():
-    """Perplexity needs nothing of a model but `score`."""
-    flat = SimpleNamespace(score=lambda tokens: torch.zeros(*tokens.shape, 8), device="cpu", context=64)
-    assert PPL.calculate_ppl_regr([1, 2, 3], flat) == pytest.approx(8)
+    assert PPL.calculate_ppl_spec(tokens_of(100), *pair) == pytest.approx(whole, rel=1e-6)

@@ -7,6 +7,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
+from conftest import lines_of
 from test_specSampling import PROMPTS
 
 from inputs.models import load_model, load_tokenizer, model_limits
@@ -32,10 +33,14 @@ def ragged(texts):
     return [text[: 60 + 7 * number % 41] for number, text in enumerate(texts)]
 
 
-def drawn(target, sampling, rows=64, seed=0):
-    prompts = PROMPTS * (rows // len(PROMPTS))
-    generator = torch.Generator().manual_seed(seed)
+def drawn(target, sampling, rows=64):
+    prompts, generator = PROMPTS * (rows // len(PROMPTS)), torch.Generator().manual_seed(0)
     return prompts, ragged(regrSampling(prompts, target, 100, sampling, generator=generator)[0])
+
+
+def judged(target, written_with, sampling, **options):
+    """The figures of the target's texts that were drawn with one sampling and are judged by another."""
+    return Auditor(target, None, UNIT, **options).drawn(*drawn(target, written_with), sampling)
 
 
 def test_texts_of_different_lengths_are_scored_as_each_alone(target, monkeypatch):
@@ -62,10 +67,9 @@ def test_neighbours_are_tokens_that_there_are():
 
 @pytest.mark.parametrize("sampling", [COLD, NUCLEUS, Sampling(1.3, 7, 1.0, 1.2)])
 def test_the_targets_own_text_passes(target, sampling):
-    prompts, texts = drawn(target, sampling)
-    found = Auditor(target, None, UNIT).drawn(prompts, texts, sampling)
+    found = judged(target, sampling, sampling)
     assert found["seen_by"] == found["places"] == found["fits"] == []
-    assert found["tokens"] == sum(map(len, texts)) and found["order"] == "p"
+    assert found["tokens"] == sum(map(len, drawn(target, GREEDY)[1])) and found["order"] == "p"
 
 
 def test_a_setting_that_was_not_applied_is_named_and_impossible_tokens_have_places(target):
@@ -77,7 +81,7 @@ def test_a_setting_that_was_not_applied_is_named_and_impossible_tokens_have_plac
         text, at = texts[place["line"] - 11], place["position"] - 1
         before = torch.tensor([[*prompts[place["line"] - 11], *text[:at]]])
         assert text[at] == place["token"] and probabilities(target.score(before)[0, -1], NUCLEUS)[text[at]] == 0
-    hot = Auditor(target, None, UNIT).drawn(*drawn(target, Sampling(1.0, 0, 1.0)), COLD)
+    hot = judged(target, Sampling(1.0, 0, 1.0), COLD)
     assert "surprise" in hot["seen_by"] and hot["z"] > 0 and [fit["temperature"] for fit in hot["fits"]] == [1.0]
     assert len(others(Sampling(0.5, 3, 0.9))) == 7 and others(Sampling(1.0, 0, 1.0)) == []
 
@@ -88,8 +92,7 @@ def test_a_few_impossible_tokens_may_be_the_tokenizers(target):
     texts[0][5] = int(target.score(torch.tensor([[*prompts[0], *texts[0][:5]]]))[0, -1].argmin())
     for tolerated, tests in (0.0, ["impossible"]), (RETOKENISED, []):
         assert Auditor(target, None, UNIT, tolerated=tolerated).drawn(prompts, texts, NUCLEUS)["seen_by"] == tests
-    prompts, texts = drawn(target, Sampling(1.0, 0, 1.0))
-    found = Auditor(target, None, UNIT, tolerated=RETOKENISED).drawn(prompts, texts, NUCLEUS)
+    found = judged(target, Sampling(1.0, 0, 1.0), NUCLEUS, tolerated=RETOKENISED)
     assert found["impossible"] > RETOKENISED * found["tokens"] and "impossible" in found["seen_by"]
 
 
@@ -103,15 +106,15 @@ def test_greedy_text_is_judged_token_by_token(target):
     assert found["beyond"] >= 1 and found["places"][0] == {"line": 3, "position": 6, "token": texts[2][5]}
 
 
-def test_a_share_of_processes_gives_the_same_figures(target, monkeypatch):
+def test_a_share_of_processes_gives_the_same_figures(target):
     prompts, texts = drawn(target, COLD, 128)
     evidence = Auditor(target, None, UNIT).evidence(prompts, texts, COLD)
     scorer = TextScorer(target, None, COLD, unit=UNIT)
     assert scorer.evidence(prompts[64:], texts[64:], first=64).u == pytest.approx(evidence.u[64:], nan_ok=True)
 
 
-@pytest.mark.parametrize("kind", ["surprise", "variation"])
-def test_the_power_is_as_said(kind):
+@pytest.mark.parametrize("kind, test", [("surprise", "surprise"), ("variation", "kolmogorov_smirnov")])
+def test_the_power_is_as_said(kind, test):
     """A departure of that size is seen in some 90 % of texts."""
     random, seen, shape = np.random.default_rng(0), 0, (20, 50)
     for _ in range(100):
@@ -122,7 +125,6 @@ def test_the_power_is_as_said(kind):
             evidence.surprise += by
         else:
             evidence.u = np.where((u < 0.5) & (random.random(shape) < 2 * by), u + 0.5, u)
-        test = "surprise" if kind == "surprise" else "kolmogorov_smirnov"
         seen += test in seen_by(evidence.figures(), limit_of(1))
     assert 80 <= seen <= 99
 
@@ -144,42 +146,44 @@ def written(pair_folder, tmp_path_factory):
     return folder
 
 
-def audit(cli, folder, out, file, *more):
-    code = cli.main(["--audit", str(file), "--target", str(folder / "target"), "--out", str(out), *more])
-    lines = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
-    return code, next(line for line in lines if "udit" in line.get("test", "")), (out / "results.txt").read_text()
+@pytest.fixture
+def audit(run, pair_folder, tmp_path):
+    """`audit(file, words)`: the line of the audit of a file of texts, and the words of results.txt."""
+
+    def call(file, words="", code=0):
+        lines = run(f"--audit {file} --target {pair_folder / 'target'} {words}", base=(), code=code)
+        text = " ".join((tmp_path / "results.txt").read_text().split())
+        return [line for line in lines if "udit" in line.get("test", "")][-1], text
+
+    return call
 
 
-def test_a_run_says_yes(cli, pair_folder, tmp_path, written):
-    flags = ["--temperature", "0.7", "--writtenIn", "float32"]
-    code, line, text = audit(cli, pair_folder, tmp_path, written / "target", *flags)
-    assert code == 0 and line["seen_by"] == [] and line["written_in"] == "float32" and line["unit"] == UNIT
-    assert "No test rejects the text" in text and "temperature 0.7, top-p 0.9" in " ".join(text.split())
-    assert "draft" not in json.loads((tmp_path / "results.jsonl").read_text().splitlines()[0])["models"]
+def test_a_run_says_yes(audit, tmp_path, written):
+    line, text = audit(written / "target", "--temperature 0.7 --writtenIn float32")
+    assert line["seen_by"] == [] and line["written_in"] == "float32" and line["unit"] == UNIT
+    assert "No test rejects the text" in text and "temperature 0.7, top-p 0.9" in text
+    assert "draft" not in lines_of(tmp_path)[0]["models"]
 
 
-def test_a_run_says_no_and_why(cli, pair_folder, tmp_path, written):
-    flags = ["--temperature", "0.7", "--draft"]
-    code, line, text = audit(cli, pair_folder, tmp_path, written / "draft", *flags, str(pair_folder / "draft"))
-    assert code == 1 and "impossible" in line["seen_by"] and line["order"] == "q / p" and line["places"]
-    words = " ".join(text.split())
-    assert "Not the target's at temperature 0.7" in words and "impossible tokens" in words
+def test_a_run_says_no_and_why(audit, cli, pair_folder, tmp_path, written):
+    line, text = audit(written / "draft", f"--temperature 0.7 --draft {pair_folder / 'draft'}", code=1)
+    assert "impossible" in line["seen_by"] and line["order"] == "q / p" and line["places"]
+    assert "Not the target's at temperature 0.7" in text and "impossible tokens" in text
     place = line["places"][0]
-    assert f"line {place['line']}, token {place['position']} of the text: {place['token']} " in words
-    assert "sampling flags those of the engine?" in words and "name it with --draft" not in words
+    assert f"line {place['line']}, token {place['position']} of the text: {place['token']} " in text
+    assert "sampling flags those of the engine?" in text and "name it with --draft" not in text
     assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # the same figures
 
 
-def test_greedy_runs(cli, pair_folder, tmp_path, written):
-    flags = ["--temperature", "0", "--writtenIn", "float32"]
-    code, line, text = audit(cli, pair_folder, tmp_path, written / "greedy", *flags)
-    assert code == 0 and line["test"] == "greedyAudit" and "Greedy text of the target" in text
-    (tmp_path / "no").mkdir()
-    code, line, text = audit(cli, pair_folder, tmp_path / "no", written / "target", *flags)
-    assert code == 1 and line["beyond"] and "the text may be drawn" in " ".join(text.split())
+def test_greedy_runs(audit, written):
+    flags = "--temperature 0 --writtenIn float32"
+    line, text = audit(written / "greedy", flags)
+    assert line["test"] == "greedyAudit" and "Greedy text of the target" in text
+    line, text = audit(written / "target", flags, code=1)
+    assert line["beyond"] and "the text may be drawn" in text
 
 
-def test_text_is_encoded_with_its_prompt(pair_folder, tmp_path, cli):
+def test_text_is_encoded_with_its_prompt(audit, pair_folder, tmp_path):
     tokenizer = load_tokenizer(pair_folder / "target")
     model, file = model_limits(pair_folder / "target", tokenizer), tmp_path / "texts"
     prompt, text = "Before the lamp", " was lit, and nobody heard."
@@ -190,12 +194,11 @@ def test_text_is_encoded_with_its_prompt(pair_folder, tmp_path, cli):
     assert first.prompt == second.prompt == third.prompt == ids and third.tokens == [1, 2]
     assert first.tokens == second.tokens == tokenizer(prompt + text)["input_ids"][len(ids) :]
     assert (first.was_text, second.was_text, third.was_text) == (True, True, False) and third.line == 3
-    (tmp_path / "out").mkdir()
-    code, line, shown = audit(cli, pair_folder, tmp_path / "out", file)
-    assert code == 1 and line["retokenised"] == 2 and "without token ids" in " ".join(shown.split())
+    line, shown = audit(file, code=1)
+    assert line["retokenised"] == 2 and "without token ids" in shown
 
 
-def test_texts_that_go_on_after_their_end_are_counted(cli, pair_folder, tmp_path, written):
+def test_texts_that_go_on_after_their_end_are_counted(audit, pair_folder, tmp_path, written):
     """In one line. A text whose last token ends it does not go on."""
     end = load_tokenizer(pair_folder / "target").eos_token_id
     lines = [json.loads(line) for line in (written / "target").read_text().splitlines()]
@@ -205,9 +208,9 @@ def test_texts_that_go_on_after_their_end_are_counted(cli, pair_folder, tmp_path
             line["tokens"][4] = end
     lines[-1]["tokens"][-1] = end
     (tmp_path / "texts").write_text("\n".join(map(json.dumps, lines)))
-    _, line, shown = audit(cli, pair_folder, tmp_path, tmp_path / "texts", "--temperature", "0.7")
+    line, shown = audit(tmp_path / "texts", "--temperature 0.7", code=1)
     words = "3 texts with a token that ends a text, and more after it: the engine continued"
-    assert line["after_end"] == 3 and words in " ".join(shown.split())
+    assert line["after_end"] == 3 and words in shown
 
 
 RIGHT = '{"prompt": [1, 2], "tokens": [3]}\n'

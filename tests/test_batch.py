@@ -17,7 +17,7 @@ from experiments.intervals import summarize
 from experiments.speed import WARM, ends_after, time_texts
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
-from lossless.trial import BlockReader
+from lossless.trial import logits_as_written
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling
 
@@ -190,12 +190,9 @@ def test_lossless_decodes_a_queue_and_plants_its_mistake(cli, flags, tmp_path, m
         assert line.get("test") != "greedy" or line["dtype"] != "float32" or line["beyond"] == 0
 
 
-def test_a_reader_in_batches_reads_the_same():
+def test_texts_read_again_in_batches_have_the_same_logits():
     target = helpers.tiny()
     texts, _ = regrSampling(PROMPTS[:5], target, 6, Sampling(1.0, 0, 1.0))
-    whole, parts = BlockReader(target, 2), BlockReader(target, 2)
-    whole.read(PROMPTS[:5], texts)
-    parts.read(PROMPTS[:5], texts, 2)
-    for (length, logits), (other_length, other) in zip(whole.unscored, parts.unscored, strict=True):
-        assert length == other_length
+    whole, parts = (logits_as_written(target, 2, PROMPTS[:5], texts, batch) for batch in (None, 2))
+    for logits, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)

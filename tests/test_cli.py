@@ -1,6 +1,7 @@
 """test.py from its flags to its files: what is wrong costs one line, what is right is written down."""
 
 import io
+import itertools
 import json
 import os
 import re
@@ -503,6 +504,7 @@ def test_a_conversation_goes_on_after_each_answer(chat, monkeypatch, model_folde
     out = capsys.readouterr().out
     assert "\n\n> a lamp?\n\n" in out and "\n\n> why\nnot?\n\n" in out and "<user>" not in out
     assert out.count("the prompt, [") == 1 and out.count("8 tokens: ") == out.count("; cut at --maxLen 8\n") == 2
+    assert len(re.findall(r"\n\[8 tokens, \d+ a second\]\n", out)) == 2
     assert record["turns"][1]["prompt"] == "> why\nnot?\n\n" and record["command"].count("--question") == 2
 
 
@@ -537,11 +539,11 @@ def test_a_conversation_that_outgrows_the_context_is_one_line_and_keeps_its_turn
 
 
 def test_ctrl_c_ends_a_text_with_what_was_shown(chat, monkeypatch, capsys):
-    shown = Screen.round
+    shown, count = Screen.round, itertools.count(1)
 
     def round(self, round):
         shown(self, round)
-        if len(self.rounds) == 3:
+        if next(count) == 3:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Screen, "round", round)

@@ -39,8 +39,12 @@ def twin_of(config):
     return small_twin(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
+def windowed():
+    return twin_of(MistralConfig(sliding_window=4096))
+
+
 def test_a_twin_has_small_windows_layers_of_each_kind_and_shared_heads():
-    config = twin_of(MistralConfig(sliding_window=4096)).config
+    config = windowed().config
     assert config.sliding_window == 16 and config.max_position_embeddings == context_of(config) == 128
     config = twin_of(Gemma3TextConfig()).config
     assert set(config.layer_types) == {"sliding_attention", "full_attention"} and config.num_hidden_layers <= 8
@@ -56,11 +60,6 @@ def test_the_configuration_stays_as_it_was_and_a_twin_is_always_the_same():
     assert config.to_dict() == before and bool((one == other).all())
 
 
-def kind_of(name):
-    config = zoo.config_of(CONFIG_MAPPING[name])
-    return config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-
-
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_kind_is_decoded_as_its_own_forward_says_beyond_its_window_too(name):
     assert zoo.verdict(CONFIG_MAPPING[name]) == ("right", "")
@@ -68,7 +67,7 @@ def test_a_kind_is_decoded_as_its_own_forward_says_beyond_its_window_too(name):
 
 def test_where_alibi_counts_slots_trees_alone_are_refused():
     assert zoo.verdict(CONFIG_MAPPING["bloom"]) == ("right", "no trees")
-    model = CachedModel(small_twin(*kind_of("bloom")), name="bloom")
+    model = CachedModel(twin_of(zoo.config_of(CONFIG_MAPPING["bloom"])), name="bloom")
     model.reserve(1, 9)
     with refused("bloom cannot verify trees"):
         model.forward(torch.tensor([[5]]), torch.tensor([[0]]), Places.at(torch.tensor([0]), gate.TREE))
@@ -76,8 +75,9 @@ def test_where_alibi_counts_slots_trees_alone_are_refused():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
+    config = zoo.config_of(CONFIG_MAPPING[name])
     with refused(f"models of type {name} are not supported: ", REFUSED[name]):
-        check_kind(*kind_of(name))
+        check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 class Shifted(Ungated):
@@ -97,34 +97,31 @@ class Stateful(Ungated):
         return super().forward(tokens, *more, **how) + self.total * torch.arange(self.vocabulary)
 
 
-def stale_slot(positions, seen, places):
-    return kvCache.Block(positions, seen | seen.roll(1, -1), places)
-
-
-def slots_for_positions(places, reach):
-    return torch.arange(reach).expand(len(places.root), len(places.ancestors), -1) + 3
-
-
 MISTAKES = {  # what is replaced, and by what
     "a mask without windows": (kvCache.Block, "mask", lambda block, kind: block.seen[:, None]),
-    "a mask that shows a stale slot": (cachedModel, "Block", stale_slot),
-    "slots for positions in a tree": (Places, "key_positions", slots_for_positions),
+    "a mask that shows a stale slot": (
+        cachedModel,
+        "Block",
+        lambda positions, seen, places: kvCache.Block(positions, seen | seen.roll(1, -1), places),
+    ),
+    "slots for positions in a tree": (
+        Places,
+        "key_positions",
+        lambda places, reach: torch.arange(reach).expand(len(places.root), len(places.ancestors), -1) + 3,
+    ),
 }
 
 
-def errors(wrap=Ungated):
-    """Those of a model with a window."""
-    return gate.errors_of(twin_of(MistralConfig(sliding_window=4096)), wrap)
-
-
-@pytest.mark.parametrize("mistake", [*MISTAKES, Shifted, Stateful])
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_planted_mistake_is_seen(mistake, monkeypatch):
-    if mistake in MISTAKES:
-        assert max(errors().values()) < 1e-5
-        monkeypatch.setattr(*MISTAKES[mistake])
-        assert max(errors().values()) > 1e-2
-    else:
-        assert errors(mistake)[gate.BLOCKS] > 1e-2
+    assert max(gate.errors_of(windowed(), Ungated).values()) < 1e-5
+    monkeypatch.setattr(*MISTAKES[mistake])
+    assert max(gate.errors_of(windowed(), Ungated).values()) > 1e-2
+
+
+@pytest.mark.parametrize("flawed", [Shifted, Stateful])
+def test_a_model_that_computes_a_block_otherwise_is_seen(flawed):
+    assert gate.errors_of(windowed(), flawed)[gate.BLOCKS] > 1e-2
 
 
 def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_with_each_token_is_not():
@@ -160,27 +157,25 @@ def test_a_kind_is_computed_once_for_a_configuration_and_in_one_thread(stored, m
     computed, set_threads = gate.errors_of, torch.set_num_threads
     monkeypatch.setattr(gate, "errors_of", lambda *given: count.append(1) or computed(*given))
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.append(n) or set_threads(n))
-    for _ in range(2):
+
+    def check(config, new_process=False):
+        if new_process:
+            gate.VERDICTS.clear()
         check_kind(config, MistralForCausalLM)
-    gate.VERDICTS.clear()  # as in a new process
-    check_kind(config, MistralForCausalLM)
+        return len(count)
+
+    assert check(config) == check(config) == check(config, new_process=True) == 1
     config.name_or_path = "elsewhere"
-    check_kind(config, MistralForCausalLM)
     (file,) = stored.iterdir()
-    assert len(count) == 1 and file.read_text() == "trees" and threads == [1, torch.get_num_threads()]
+    assert check(config) == 1 and file.read_text() == "trees" and threads == [1, torch.get_num_threads()]
     for number, text in enumerate(("tre", "", "\0"), 2):  # What was cut short is computed again.
         file.write_text(text)
-        gate.VERDICTS.clear()
-        check_kind(config, MistralForCausalLM)
-        assert len(count) == number and file.read_text() == "trees"
-    check_kind(MistralConfig(sliding_window=8), MistralForCausalLM)
-    assert len(count) == number + 1 and len(list(stored.iterdir())) == 2
+        assert check(config, new_process=True) == number and file.read_text() == "trees"
+    assert check(MistralConfig(sliding_window=8)) == number + 1 and len(list(stored.iterdir())) == 2
 
 
-def test_where_nothing_can_be_stored_it_is_computed_in_each_process(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "file")
-    monkeypatch.setattr(gate, "VERDICTS", {})
+def test_where_nothing_can_be_stored_it_is_computed_in_each_process(stored):
+    stored.parent.write_text("")  # no folder
     check_kind(MistralConfig(), MistralForCausalLM)
 
 

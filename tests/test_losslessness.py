@@ -1,7 +1,5 @@
 """The test of losslessness: its figures by hand, exact samplers pass, planted mistakes fail; the command line."""
 
-import copy
-import json
 import math
 from functools import partial
 from types import SimpleNamespace
@@ -13,37 +11,31 @@ import torch
 from conftest import few_mistakes
 from helpers import rounded_copy
 from scipy.stats import binom, chisquare, kstwo
-from test_otherTokenizer import letters
+from test_otherTokenizer import other_ids
 from test_specSampling import PROMPTS, error, near
 
 from decoding.drafter import Drafter, Guesses
 from decoding.tree import Tree
-from decoding.treeRules import traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
-from engine.sharedWeights import RestrictedModel
 from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
 from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
 from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
-from lossless.trial import BlockReader
+from lossless.trial import logits_as_written
 from methods import samplers
-from methods.cascade import CascadeDrafter
-from methods.catalogue import METHODS, choose
+from methods.catalogue import METHODS, build, choose
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter, LookupFirst
-from methods.otherTokenizer import OtherTokenizerDrafter, Translation
-from methods.treeSampling import TreeDrafter, treeSampling
-from regrSampling import regrSampling
+from methods.samplers import Decoding
 from report import losslessReport
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
 
-class Fixed:
+class Constant:
     """A model that gives the same probabilities after every token."""
 
     device, dtype = torch.device("cpu"), torch.float32
@@ -56,24 +48,17 @@ class Fixed:
         return self.logits.expand(*tokens.shape, -1)
 
 
-@pytest.fixture(scope="module")
-def pair():
-    return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
-
-
-def in_chain(target, drafter):
-    return partial(specSampling, target=target, drafter=drafter, gamma=4, verify=token_rule)
-
-
-def in_tree(target, draft, shape="3,2,1"):
-    return partial(treeSampling, target=target, drafter=TreeDrafter(draft), tree=Tree.of(shape), verify=traversal_rule)
+def sampler_of(target, draft, method="fixed", tree="3,2,1", **options):
+    """A method of the catalogue with gamma 4, whose self-draft is `target` in 4 bits and whose mid model `draft`."""
+    models = {"target": target, "draft": draft, "mid": draft, "self": rounded_copy(target, 4)}
+    return build([method], models, Decoding(gamma=4, gamma1=4, gamma2=4, tree=tree, **options))[method]
 
 
 def test_the_figures_of_three_tokens_by_hand(monkeypatch):
     quarters = SimpleNamespace(random=lambda size: np.full(size, 0.25))  # the random numbers of the scorer
     monkeypatch.setattr(scoring.np.random, "default_rng", lambda seed: quarters)
     p, q = [0.5, 0.2, 0.3], [0.2, 0.2, 0.6]  # by q / p in order: 0, 1, 2; by p: 0, 2, 1
-    scorer = TextScorer(Fixed(p), Fixed(q), Sampling(1.0, 0, 1.0))
+    scorer = TextScorer(Constant(p), Constant(q), Sampling(1.0, 0, 1.0))
     found = scorer.evidence([[0]], [[0, 1, 2]])
     assert found.u[0] == pytest.approx([0.125, 0.55, 0.775])
     assert found.surprise[0] == pytest.approx([-math.log(x) for x in (0.5, 0.2, 0.3)])
@@ -90,7 +75,7 @@ def test_the_figures_of_three_tokens_by_hand(monkeypatch):
     z = 12 * ((0.125 - 0.5) * (0.55 - 0.5) + (0.55 - 0.5) * (0.775 - 0.5)) / 2**0.5
     assert figures["p"]["neighbours"] == pytest.approx(math.erfc(abs(z) / 2**0.5))
     # Without a draft the most probable tokens come first.
-    by_p = TextScorer(Fixed(p), None, Sampling(1.0, 0, 1.0)).evidence([[0]], [[0, 1, 2]])
+    by_p = TextScorer(Constant(p), None, Sampling(1.0, 0, 1.0)).evidence([[0]], [[0, 1, 2]])
     assert by_p.u[0] == pytest.approx([0.125, 0.85, 0.575])
 
 
@@ -114,7 +99,7 @@ def test_the_tests_of_uniform_numbers_and_of_others():
 
 def test_an_impossible_token_is_told_from_one_at_the_edge():
     def lost(probs, token, sampling):
-        return TextScorer(Fixed(probs), None, sampling).evidence([[0]], [[token]]).figures()
+        return TextScorer(Constant(probs), None, sampling).evidence([[0]], [[token]]).figures()
 
     nucleus = Sampling(1.0, 0, 0.7)
     for probs, token, sampling, edge in (
@@ -150,9 +135,9 @@ def test_each_planted_mistake_is_seen(pair, name):
     mistake, target, sampling = MISTAKES[name], pair[0], Sampling(0.6, 0, 1.0)
     sampling = mistake.tested(sampling)
     draft = near(target, noise=0.5 if mistake.tree or name == "shared noise" else 0.2)
-    draft = rounded_copy(target, 4) if mistake.own_copy else draft
-    honest = in_tree(target, draft) if mistake.tree else in_chain(target, ModelDrafter(draft))
-    sampler = mistake.planted(honest, sampling)
+    draft, method = (rounded_copy(target, 4), "self") if mistake.own_copy else (draft, "fixed")
+    method = "tree" if mistake.tree else method
+    sampler = mistake.planted(sampler_of(target, draft, method), sampling)
 
     def seen(rows):
         generator, prompts = torch.Generator().manual_seed(0), PROMPTS * (rows // len(PROMPTS))
@@ -173,15 +158,8 @@ def test_a_guess_judged_as_if_q_were_1_costs_speed_alone():
     assert error(gamma=1, length=3, verify=one_hot_rule, prefixes=[[1, 2, 0]]) < 1e-6
 
 
-def test_the_stale_slot_is_stale_only_after_a_rejection(pair):
-    """With a draft that is always right there is nothing to roll back, and the mistake is none."""
-    target, _ = pair
-    sampler = MISTAKES["stale slot"].planted(in_chain(target, ModelDrafter(helpers.tiny(seed=0))), GREEDY)
-    assert sampler(PROMPTS, max_len=40, sampling=GREEDY)[0] == regrSampling(PROMPTS, target, 40, GREEDY)[0]
-
-
 def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
-    target = Fixed([0.3, 0.2999999, 0.3, 0.1])
+    target = Constant([0.3, 0.2999999, 0.3, 0.1])
     scorer = TextScorer(target, None, GREEDY)
 
     def figures(text, plain=None):
@@ -195,16 +173,6 @@ def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
     assert figures([0, 0, 0], [0, 3, 0]) == [3, 1, 0, 1]
 
 
-def test_wrong_tokens_are_beyond_what_rounding_explains(pair):
-    target, _ = pair
-    plain, _ = regrSampling(PROMPTS, target, 30, GREEDY)
-    scorer = TextScorer(target, None, GREEDY)
-    right = greedy_figures(plain, plain, PROMPTS, scorer)
-    assert right["near_ties"] == right["beyond"] == right["differing"] == 0 and right["allowed"] < 1e-3
-    found = greedy_figures([[(token + 1) % 61 for token in text] for text in plain], plain, PROMPTS, scorer)
-    assert found["differing"] == len(PROMPTS) and found["beyond"] > 100
-
-
 def line(test, **fields):
     return {"kind": "lossless", "test": test, "method": "block", "dtype": "float32"} | fields
 
@@ -214,8 +182,8 @@ def sampled(p=0.3, impossible=0, **more):
     return line("drawn", tokens=1000, limit=1e-4, impossible=impossible, p=p, **more)
 
 
-def greedy(dtype="float32", differing=0, beyond=0):
-    return line("greedy", dtype=dtype, texts=4, differing=differing, beyond=beyond)
+def greedy(**fields):
+    return line("greedy", **{"texts": 4, "differing": 0, "beyond": 0} | fields)
 
 
 def power(seen=("surprise",), tokens=400):
@@ -236,7 +204,7 @@ def power(seen=("surprise",), tokens=400):
             ],
         ),
         ([sampled()], True, ["tokens of block were tested in float32 ("]),
-        ([greedy("bfloat16", 3)], True, ["3 of 4 greedy texts (75 %) differ", "near-tie"]),
+        ([greedy(dtype="bfloat16", differing=3)], True, ["3 of 4 greedy texts (75 %) differ", "near-tie"]),
         ([sampled(), power((), 1000)], True, ["stale slot in block would not be seen with 1,000 tokens"]),
         (
             [sampled(), sampled(p=1e-5, dtype="bfloat16")],
@@ -252,10 +220,15 @@ def test_the_verdict(lines, right, words):
     assert verdict is right and all(word in sentence for word in words)
 
 
-def outcome(cli, flags, folder, *more):
-    code = cli.main([*flags, "--lossless", *more, "--out", str(folder)])
-    lines = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    return code, lines, " ".join((folder / "results.txt").read_text().split())
+@pytest.fixture
+def outcome(run, tmp_path):
+    """`outcome(words, code, base)`: the lines of results of such a run, and the words of its text."""
+
+    def call(words, code=0, **how):
+        lines = run(f"--lossless {words}", code=code, **how)
+        return lines, " ".join((tmp_path / "results.txt").read_text().split())
+
+    return call
 
 
 def test_all_is_every_lossless_method_whose_models_are_there():
@@ -268,48 +241,44 @@ def test_all_is_every_lossless_method_whose_models_are_there():
     assert "all stands for every one of them whose models are available, except target" in help
 
 
-def test_a_run_writes_its_verdict_its_tables_and_a_figure(cli, flags, kernels, tmp_path):
+def test_a_run_writes_its_verdict_its_tables_and_a_figure(outcome, kernels, tmp_path):
     """Also beside compiled models, of whose packed layers no eager model can be made to plant a mistake in."""
-    code, lines, text = outcome(cli, flags, tmp_path, "all", "--tokens", "12", "--maxLen", "6", "--compile")
+    lines, text = outcome("all --tokens 12 --maxLen 6 --compile")
     names = choose("all", {"draft", "self"}, "lossless")
-    assert code == 0
     assert f"No difference found: 12 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
-    drawn, planted = ([m for m in lines if m.get("test") == test] for test in ("drawn", "mistake"))
+    drawn, planted, compared = ([m for m in lines if m.get("test") == t] for t in ("drawn", "mistake", "greedy"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
     assert all(m["limit"] == limit_of(len(names)) and len(m["counts"]) == BINS for m in drawn)
     mistakes = list(dict.fromkeys(m["mistake"] for m in planted))
     assert mistakes == [name for name in MISTAKES if name != "predecessor's slots"]
     assert [m["method"] for m in planted if m["mistake"] == "constant q"] == names
     assert len(planted) == len(mistakes) + len(names) - 1
-    assert all("guesses" in m["p"] for m in drawn + planted)
-    assert {m["tokens_shown"] for m in drawn + planted} == {12}
-    assert all(sum(m["counts_shown"]) <= 12 and len(m["counts_shown"]) == BINS for m in drawn + planted)
-    assert [(m["method"], m["dtype"]) for m in lines if m.get("test") == "greedy"] == [
-        (name, dtype) for dtype in ("float32", "bfloat16") for name in ("target", *names)
-    ]
+    for m in drawn + planted:
+        assert "guesses" in m["p"] and m["tokens_shown"] == 12
+        assert sum(m["counts_shown"]) <= 12 and len(m["counts_shown"]) == BINS
+    dtypes = "float32", "bfloat16"
+    assert [(m["method"], m["dtype"]) for m in compared] == [(n, d) for d in dtypes for n in ("target", *names)]
     (figure,) = lines[-1]["figures"]
     assert (tmp_path / figure).stat().st_size > 10_000 and figure in text
     for words in ("Drawn texts: temperature 0.85", "Greedy texts", "Planted mistakes", "replace from p", "near-ties"):
         assert words in text
 
 
-def test_a_wrong_sampler_fails_the_run_in_each_dtype(cli, flags, tmp_path, monkeypatch):
+def test_a_wrong_sampler_fails_the_run_in_each_dtype(outcome, monkeypatch):
     few_mistakes(monkeypatch)
     monkeypatch.setitem(samplers.VERIFICATIONS, "token", always_accept)
-    code, lines, text = outcome(cli, flags, tmp_path, "--tokens", "64", "--top_p", "0.5", "--dtype", "bfloat16")
-    assert code == 1
-    for dtype in ("float32", "bfloat16"):
-        assert f"speculative fails in {dtype} by" in text
+    lines, text = outcome("--tokens 64 --top_p 0.5 --dtype bfloat16", code=1)
     # Without the KV cache, p would be rounded otherwise: both dtypes have greedy texts, and float32 the mistakes.
     both = {"float32", "bfloat16"}
+    assert all(f"speculative fails in {dtype} by" in text for dtype in both)
     for test, dtypes in ("drawn", both), ("mistake", {"float32"}), ("greedy", both):
         assert {m["dtype"] for m in lines if m.get("test") == test} == dtypes
     assert [m["limit"] for m in lines if m.get("test") == "drawn"] == [limit_of(2)] * 2
 
 
-def test_without_chance_only_greedy_texts_are_compared(cli, flags, tmp_path):
-    code, lines, text = outcome(cli, [*flags, "--draft", "lookup"], tmp_path, "--temperature", "0", "--tokens", "16")
-    assert code == 0 and {m.get("test", m["kind"]) for m in lines} == {"run", "greedy", "end"}
+def test_without_chance_only_greedy_texts_are_compared(outcome, flags):
+    lines, text = outcome("--temperature 0 --tokens 16", base=[*flags, "--draft", "lookup"])
+    assert {m.get("test", m["kind"]) for m in lines} == {"run", "greedy", "end"}
     assert "No difference found: greedy text in float32 equals plain decoding's token for token" in text
 
 
@@ -333,9 +302,8 @@ def guessed(sampler, guessing, sampling, rows=32, target=None, order=None, seed=
     options = {"sampling": sampling, "generator": torch.Generator().manual_seed(seed)}
     texts, _ = sampler(prompts, max_len=25, **options)
     guesses = guesses_along(guessing, prompts, texts, **options)
-    return (
-        TextScorer(target or sampler.keywords["target"], order, sampling).evidence(prompts, texts, 0, guesses).figures()
-    )
+    scorer = TextScorer(target or sampler.keywords["target"], order, sampling)
+    return scorer.evidence(prompts, texts, 0, guesses).figures()
 
 
 def test_guesses_are_noted_where_the_text_goes():
@@ -366,39 +334,23 @@ def test_the_p_value_of_hits_is_the_binomials():
 def test_a_drafter_that_understates_its_q_is_seen_whatever_it_guesses(pair, said, seen):
     """It guesses the last token again, and is certain of it. No draft model knows of that."""
     sampling = Sampling(1.0, 0, 1.0)
-    make = partial(in_chain, pair[0], Repeater(said))
-    figures = guessed(make(), make(), sampling, order=pair[1])
+    sampler = partial(specSampling, target=pair[0], drafter=Repeater(said), gamma=4)
+    figures = guessed(sampler, sampler, sampling, order=pair[1])
     assert ("guesses" in seen_by(figures, limit_of(1))) is seen
 
 
-def of_other_tokenizer(draft):
-    """A drafter of the same model, whose tokens have other ids."""
-    order = torch.randperm(61, generator=torch.Generator().manual_seed(0))
-    translation, same = Translation(letters(range(61)), letters(order.tolist())), copy.deepcopy(draft.model)
-    with torch.no_grad():
-        for layer in same.get_input_embeddings(), same.get_output_embeddings():
-            layer.weight.copy_(layer.weight[order])
-    return OtherTokenizerDrafter(RestrictedModel(CachedModel(same), translation.draft), translation)
-
-
-def samplers_of(target, draft):
-    looked_up = partial(LookupDrafter, 61)
-    return {
-        "model": partial(in_chain, target, ModelDrafter(draft)),
-        "lookup": lambda: in_chain(target, looked_up()),
-        "lookupFirst": lambda: in_chain(target, LookupFirst(looked_up(), ModelDrafter(draft))),
-        "self": lambda: in_chain(target, ModelDrafter(rounded_copy(target, 4))),
-        "cascade": lambda: in_chain(target, CascadeDrafter(draft, ModelDrafter(near(target, noise=0.6)))),
-        "other tokenizer": lambda: in_chain(target, of_other_tokenizer(draft)),
-        "tree": partial(in_tree, target, draft),
-        "chain of a tree": partial(in_tree, target, draft, "1,1,1"),
-    }
-
-
-@pytest.mark.parametrize("kind", samplers_of(None, helpers.tiny()))
-def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, kind):
-    target, sampling = pair[0], Sampling(0.3, 0, 1.0)
-    make, mistake = samplers_of(target, near(target, noise=0.5))[kind], MISTAKES["constant q"]
+@pytest.mark.parametrize(
+    "method", ["fixed", "lookup", "lookupFirst", "self", "cascade", "other tokenizer", "tree", "chain of a tree"]
+)
+def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, method):
+    target, sampling, mistake = pair[0], Sampling(0.3, 0, 1.0), MISTAKES["constant q"]
+    draft, options = near(target, noise=0.5), {}
+    if method == "other tokenizer":
+        draft, translation = other_ids(draft)
+        method, options = "fixed", {"translation": translation}
+    if method == "chain of a tree":
+        method, options = "tree", {"tree": "1,1,1"}
+    make = partial(sampler_of, target, draft, method, **options)
     figures = guessed(make(), make(), sampling)
     assert not seen_by(figures, limit_of(1)) and figures["guesses"]["expected"] > 20
     flawed, guessing = (mistake.planted(make(), sampling) for _ in range(2))
@@ -407,9 +359,8 @@ def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, kind):
 
 def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
     """With the random numbers of the text itself, the guess depends on the token, and an exact sampler is rejected."""
-    make = partial(in_chain, pair[0], ModelDrafter(near(pair[0])))
-    target, sampling = pair[0], Sampling(1.0, 0, 1.0)
-    prompts = PROMPTS * 24
+    target, sampling, prompts = pair[0], Sampling(1.0, 0, 1.0), PROMPTS * 24
+    make = partial(sampler_of, target, near(target))
     texts, _ = make()(prompts, max_len=20, sampling=sampling, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     torch.rand(len(texts), 1, generator=generator)  # of the first tokens
@@ -422,43 +373,11 @@ def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
 # Text in bfloat16, read again as it was written.
 
 
-def in_bfloat16(seed, **shape):
-    return CachedModel(helpers.tiny(seed=seed, **shape).model.to(torch.bfloat16))
-
-
-def test_a_reader_computes_what_the_sampler_did(monkeypatch):
-    """The logits of prompts of different lengths, in the blocks in which the text was read when it was written."""
-    target, seen = in_bfloat16(0), []
-    forward = CachedModel.forward
-
-    def watched(self, tokens, positions, *rest, **more):
-        logits = forward(self, tokens, positions, *rest, **more)
-        seen.append((positions, logits))
-        return logits
-
-    monkeypatch.setattr(CachedModel, "forward", watched)
-    texts, _ = regrSampling(PROMPTS, target, 6, Sampling(1.0, 0, 1.0), None, torch.Generator().manual_seed(0))
-    written = torch.stack([logits[:, -1] for _, logits in seen[1:]], 1)
-    reader = BlockReader(target, 1)
-    reader.read(PROMPTS, texts)
-    longest = max(map(len, PROMPTS)) + 5
-    whole = [[*prompt, *text] for prompt, text in zip(PROMPTS, texts)]
-    tokens = torch.tensor([row[:-1] + row[-2:-1] * (longest + 1 - len(row)) for row in whole])
-    for start in range(0, len(PROMPTS), 3):  # in parts, as `TextScorer` asks
-        logits = reader.score(tokens[start : start + 3])
-        for row, given in enumerate(logits, start):
-            first = len(PROMPTS[row])
-            assert torch.equal(given[first : first + 5], written[row])
-    wide, narrow = (BlockReader(target, width) for width in (2, 5))
-    for reader in wide, narrow:
-        reader.read(PROMPTS, texts)
-    torch.testing.assert_close(*(reader.score(tokens) for reader in (wide, narrow)), atol=0.05, rtol=0.05)
-
-
 @pytest.mark.parametrize("compiles, top_p", [(False, 1.0), (False, 0.9), (True, 1.0)])
 def test_in_bfloat16_an_exact_sampler_passes_and_a_mistake_is_seen(compiles, top_p, kernels):
     """Text of kernels is read again by kernels."""
-    target, draft, sampling = in_bfloat16(0), in_bfloat16(1, layers=1), Sampling(1.0, 0, top_p)
+    models = (helpers.tiny(seed=seed, layers=2 - seed).model.to(torch.bfloat16) for seed in (0, 1))
+    (target, draft), sampling = map(CachedModel, models), Sampling(1.0, 0, top_p)
     if compiles:
         target = compiled(target)
         assert is_compiled(target)
@@ -466,9 +385,8 @@ def test_in_bfloat16_an_exact_sampler_passes_and_a_mistake_is_seen(compiles, top
     for verify, right in (token_rule, True), (replace_from_p, False):
         generator = torch.Generator().manual_seed(0)
         texts, _ = specSampling(prompts, target, ModelDrafter(draft), **options, generator=generator, verify=verify)
-        reader = BlockReader(target, 5)
-        reader.read(prompts, texts)
-        figures = TextScorer(reader, draft, sampling).evidence(prompts, texts).figures()
+        logits = logits_as_written(target, 5, prompts, texts)
+        figures = TextScorer(target, draft, sampling).evidence(prompts, texts, logits=logits).figures()
         assert (not seen_by(figures, 1e-3)) is right and (not compiles or target.forwards == 0)
 
 

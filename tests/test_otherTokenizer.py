@@ -1,7 +1,9 @@
 """A draft with another tokenizer: what it reads, that its q is what its guesses were drawn from, and that the output
 does not show it; the tokens both have, and texts in the draft's tokens as its own tokenizer writes them."""
 
+import copy
 import itertools
+import re
 
 import helpers
 import pytest
@@ -18,6 +20,7 @@ from decoding.drafter import Fixed
 from decoding.lengthRules import Additive, DraftConfidence
 from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
+from engine.cachedModel import CachedModel
 from engine.sharedWeights import RestrictedModel
 from inputs.files import DATASETS
 from methods import otherTokenizer
@@ -31,28 +34,27 @@ TEXTS = ["The harbour was dark", "and the", "a “lamp” café 🙂 was lit and
 PENALTY = Sampling(0.0, 0, 1.0, 1.3)
 
 
-def pair(kinds, target="llama", draft="gpt2", context=256):
-    """(target, draft, translation) with random weights. The draft's output layer knows the common tokens alone."""
+def models_of(kinds, target="llama", draft="gpt2", texts=TEXTS, context=256):
+    """(prompts, target, draft, translation) with random weights. The draft's output layer knows the common tokens
+    alone."""
     translation = Translation(kinds[target], kinds[draft])
     family = "gpt_neox" if target in ("gpt2", "pythia") else target
-    ours = helpers.tiny(family, 0, len(kinds[target]), context=context)
+    ours = helpers.tiny(family, 0, len(kinds[target]), context=256)
     theirs = helpers.tiny(draft, 1, len(kinds[draft]), 1, context=context)
-    return ours, RestrictedModel(theirs, translation.draft), translation
+    prompts = [kinds[target](text)["input_ids"] for text in texts]
+    return prompts, ours, RestrictedModel(theirs, translation.draft), translation
 
 
 @pytest.mark.parametrize("ours, theirs", [("pythia", "gpt2"), ("llama", "gpt2"), ("qwen2", "gpt2"), ("gpt2", "llama")])
 def test_greedy_rows_equal_plain_greedy(kinds, ours, theirs):
-    target, draft, translation = pair(kinds, ours, theirs)
-    prompts = [kinds[ours](text)["input_ids"] for text in TEXTS]
+    prompts, target, draft, translation = models_of(kinds, ours, theirs)
     for sampling, length, verify in (
         (GREEDY, 4, token_rule),
         (GREEDY, DraftConfidence(4, 0.1), token_rule),
         (PENALTY, 3, block_rule),
     ):
-        wanted = regrSampling(prompts, target, 12, sampling)[0]
-        found, records = specSampling(
-            prompts, target, OtherTokenizerDrafter(draft, translation), 12, length, sampling, verify=verify
-        )
+        wanted, drafter = regrSampling(prompts, target, 12, sampling)[0], OtherTokenizerDrafter(draft, translation)
+        found, records = specSampling(prompts, target, drafter, 12, length, sampling, verify=verify)
         assert found == wanted and all(max(record.drafted) > 0 for record in records)
     end = wanted[0][7]
     drafter = CascadeDrafter(helpers.tiny("llama", 3, len(kinds[ours])), OtherTokenizerDrafter(draft, translation))
@@ -64,9 +66,8 @@ def few(tokens, *merges):
     """A byte-level tokenizer of these tokens; the one in brackets ends a text."""
     made = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, list(merges)))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=next(token for token in tokens if token[1:] > "" and token[0] == "<")
-    )
+    (end,) = (token for token in tokens if re.fullmatch("<.+>", token))
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=end)
 
 
 LETTERS = [chr(code) for code in range(ord("A"), ord("z") + 1)] + ["0", "1"]  # 60, each a token
@@ -78,18 +79,23 @@ def letters(order):
     return few([tokens[i] for i in order])
 
 
+def other_ids(model):
+    """The same model with its tokens in another order, which draws common tokens alone, and the translation to it."""
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(0))
+    translation, same = Translation(letters(range(61)), letters(order.tolist())), copy.deepcopy(model.model)
+    assert translation.draft[translation.target.argsort()].tolist() == order.argsort().tolist()
+    with torch.no_grad():
+        for layer in same.get_input_embeddings(), same.get_output_embeddings():
+            layer.weight.copy_(layer.weight[order])
+    return RestrictedModel(CachedModel(same), translation.draft), translation
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling(0.85, 0, 0.9, 1.3)])
 def test_a_draft_equal_to_the_target_but_for_its_ids_is_always_accepted(sampling):
     """Any slot of its cache that held another token's keys would show as a rejection."""
-    order = torch.randperm(61, generator=torch.Generator().manual_seed(0))
-    translation = Translation(letters(range(61)), letters(order.tolist()))
-    assert translation.draft[translation.target.argsort()].tolist() == order.argsort().tolist()
-    target, same = helpers.tiny(vocabulary=61), helpers.tiny(vocabulary=61)
-    with torch.no_grad():
-        for layer in same.model.get_input_embeddings(), same.model.get_output_embeddings():
-            layer.weight.copy_(layer.weight[order])
-    drafter = OtherTokenizerDrafter(RestrictedModel(same, translation.draft), translation)
-    found, records = specSampling(PROMPTS, target, drafter, 40, 4, sampling, generator=torch.Generator().manual_seed(0))
+    target = helpers.tiny(vocabulary=61)
+    drafter, generator = OtherTokenizerDrafter(*other_ids(target)), torch.Generator().manual_seed(0)
+    found, records = specSampling(PROMPTS, target, drafter, 40, 4, sampling, generator=generator)
     assert all(record.committed == [1] + [5] * 7 + [4] and record.alpha > 0.999 for record in records)
     if sampling == GREEDY:
         assert found == regrSampling(PROMPTS, target, 40, GREEDY)[0]
@@ -98,35 +104,30 @@ def test_a_draft_equal_to_the_target_but_for_its_ids_is_always_accepted(sampling
 class Checked(OtherTokenizerDrafter):
     """Reads each row anew, without a cache, and compares what its guesses were drawn from."""
 
+    compared = 0
+
     def draft(self, rows, gammas, sampling, length=None):
         guesses = super().draft(rows, gammas, sampling, length)
-        if max(gammas) == 0:
-            return guesses
-        seen = rows.seen(self.translation.vocabulary, sampling)
-        partner = dict(zip(self.targets.tolist(), self.drafts.tolist()))
+        vocabulary = self.translation.vocabulary
+        seen, partner = rows.seen(vocabulary, sampling), dict(zip(self.targets.tolist(), self.drafts.tolist()))
         for row, (text, drafts) in enumerate(zip(rows.texts, guesses.drafts.tolist())):
-            if not rows.ended[row] and guesses.q[row].any():
-                self.compared += 1
-                whole = self.translation.row(text) + [partner[token] for token in drafts]
-                logits = self.model.score(torch.tensor([whole]))[0, -len(drafts) - 1 : -1]
-                wanted = torch.full((len(drafts), self.translation.vocabulary), -torch.inf)
-                wanted[:, self.targets] = logits[:, self.drafts]
-                first = None if seen is None else seen[row]
-                own = sampling.but(self.temperature, self.top_p)
-                wanted = probabilities(wanted[0], own, first)
-                torch.testing.assert_close(guesses.q[row, 0], wanted, atol=1e-5, rtol=1e-4)
-                assert (guesses.q[row].sum(-1) - 1).abs().max() < 1e-5 and (guesses.of_drafts()[row] > 0).all()
+            if rows.ended[row] or not guesses.q[row].any():
+                continue
+            self.compared += 1
+            whole = self.translation.row(text) + [partner[token] for token in drafts]
+            logits = self.model.score(torch.tensor([whole]))[0, -len(drafts) - 1]
+            wanted = torch.full((vocabulary,), -torch.inf).index_copy(0, self.targets, logits[self.drafts])
+            q = probabilities(wanted, sampling.but(self.temperature, self.top_p), None if seen is None else seen[row])
+            torch.testing.assert_close(guesses.q[row, 0], q, atol=1e-5, rtol=1e-4)
+            assert (guesses.q[row].sum(-1) - 1).abs().max() < 1e-5 and (guesses.of_drafts()[row] > 0).all()
         return guesses
-
-    compared = 0
 
 
 @pytest.mark.parametrize("sampling", [Sampling(0.8, 0, 1.0, 1.4), Sampling(1.0, 5, 1.0)])
 @pytest.mark.parametrize("cascade", [False, True])
 def test_guesses_come_from_what_the_draft_says_after_the_same_text(kinds, cascade, sampling):
     """Whatever its cache holds of the rounds before: texts that merged, rejected guesses, rows of any length."""
-    target, draft, translation = pair(kinds)
-    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS]
+    prompts, target, draft, translation = models_of(kinds)
     checked = drafter = Checked(draft, translation, 0.7)
     if cascade:
         drafter = CascadeDrafter(helpers.tiny("llama", 2, len(kinds["llama"])), checked, Additive(1))
@@ -135,18 +136,15 @@ def test_guesses_come_from_what_the_draft_says_after_the_same_text(kinds, cascad
 
 
 def test_a_cache_that_keeps_what_has_changed_is_caught(kinds, monkeypatch):
-    target, draft, translation = pair(kinds)
-    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS]
-    monkeypatch.setattr(otherTokenizer, "agreement", lambda ours, theirs: min(len(ours), len(theirs)))
+    prompts, target, draft, translation = models_of(kinds)
+    monkeypatch.setattr(otherTokenizer, "commonprefix", lambda texts: min(texts, key=len))
     with pytest.raises(AssertionError, match="close"):
         specSampling(prompts, target, Checked(draft, translation), 12, 3, FREE)
 
 
 def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_prompt_is_refused(kinds, monkeypatch):
     """The draft's tokens are shorter: 42 of its own where the target has fewer."""
-    target, _, translation = pair(kinds, "llama", "gpt2")
-    draft = RestrictedModel(helpers.tiny("gpt2", 1, 320, 1, context=84), translation.draft)
-    prompts = [kinds["llama"](text)["input_ids"] for text in TEXTS[:3]]
+    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:3], context=84)
     assert max(len(translation.row(prompt)) for prompt in prompts) + 30 <= 84
     found, records = specSampling(prompts, target, OtherTokenizerDrafter(draft, translation), 40, 4, GREEDY)
     assert found == regrSampling(prompts, target, 40, GREEDY)[0]
@@ -215,8 +213,8 @@ def test_a_planted_mistake_is_caught(options):
 
 
 def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
-    target, draft, translation = pair(kinds)
-    rows = Rows([kinds["llama"](text)["input_ids"] for text in TEXTS[:2]], 9, [target])
+    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:2])
+    rows = Rows(prompts, 9, [target])
     drafter = OtherTokenizerDrafter(draft, translation)
     drafter.begin(rows)
     drafter.read_prompts(rows)
@@ -229,26 +227,24 @@ def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling()], ids=["greedy", "free", "top-p"])
 def test_a_draft_whose_logits_are_not_finite_is_told(kinds, sampling):
     """Also if neither the draft's last token nor the target's first one is common to both."""
-    target, draft, translation = pair(kinds)
+    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:1])
     kept = (translation.draft < len(kinds["gpt2"]) - 1) & (translation.target > 0)
     translation.target, translation.draft = translation.target[kept], translation.draft[kept]
     with torch.no_grad():
         draft.model.get_output_embeddings().weight[:] = torch.inf
     draft.name = "the broken one"
     with refused("the broken one", "not finite"):
-        specSampling(
-            [kinds["llama"](TEXTS[0])["input_ids"]], target, OtherTokenizerDrafter(draft, translation), 20, 3, sampling
-        )
+        specSampling(prompts, target, OtherTokenizerDrafter(draft, translation), 20, 3, sampling)
 
 
 # The translation.
 
-SAMPLES = [
+SAMPLES = (
     "The harbour was dark,\nand   café 1987 “old” naïve 漢字 🙂 end",
     " a space, ",
     "a",
     "\n\ttabs  and\r\n\r\nlines ",
-]
+)
 PAIRS = list(itertools.permutations(KINDS, 2))
 
 
@@ -327,10 +323,5 @@ def test_tokenizers_that_cannot_be_compared_are_refused(kinds):
     plain.decoder = decoders.WordPiece()
     with refused("words", "not known"):
         Translation(PreTrainedTokenizerFast(tokenizer_object=plain), kinds["gpt2"], ("words", "d"))
-    made = []
-    for letter in "xy":
-        tokenizer = Tokenizer(models.BPE({letter: 0}, []))
-        tokenizer.decoder = decoders.ByteLevel()
-        made.append(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
     with refused("t and d", "no token in common", "another draft"):
-        Translation(*made, ("t", "d"))
+        Translation(few(["x", "<e>"]), few(["y", "<end>"]), ("t", "d"))

@@ -20,6 +20,7 @@ from inputs.models import load_tokenizer
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter
 from playback import play as play_module
+from playback import trace as trace_module
 from playback.play import Screen, html_page, write_file
 from playback.trace import Pieces, Round, Trace, Turn, decoded_rounds
 from regrSampling import regrSampling
@@ -46,11 +47,15 @@ def split(tokens, seed=0, vocabulary=4096):
     return rounds
 
 
-def of_text(tokenizer, text):
-    return split(tokenizer(text)["input_ids"])
+def ids(tokenizer, text):
+    return tokenizer(text)["input_ids"]
 
 
-# --- pieces of text ---------------------------------------------------------------------------------------------------
+def rounds_of(tokenizer, text):
+    return split(ids(tokenizer, text))
+
+
+# Pieces of text.
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -59,22 +64,19 @@ def test_the_pieces_of_all_committed_tokens_are_the_decoded_text(tokenizer, seed
     chance = random.Random(seed)
     tokens = chance.choices(range(1, 300), k=60) if seed % 2 else tokenizer(MANY_BYTES * 3)["input_ids"]
     tokens = tokens[: len(tokens) - seed // 2]  # the last character may be cut
-    rounds, said, committed = split(tokens, seed), "", []
-    for round, (accepted, rejected, own) in zip(rounds, decoded_rounds(rounds, tokenizer)):
-        assert list(map(len, (accepted, rejected, own))) == [*map(len, (round.accepted, round.rejected, round.target))]
-        committed += round.accepted
-        said += "".join(accepted)
+    rounds, text, committed = split(tokens, seed), "", []
+    for round, (accepted, rejected, target) in zip(rounds, decoded_rounds(rounds, tokenizer)):
+        assert list(map(len, (accepted, rejected, target))) == list(map(len, round))
+        committed, text = committed + round.accepted, text + "".join(accepted)
         if rejected:
-            assert said + "".join(rejected) == tokenizer.decode(committed + round.rejected)
-        committed += round.target
-        said += "".join(own)
-    assert committed == tokens and said == tokenizer.decode(tokens)
+            assert text + "".join(rejected) == tokenizer.decode(committed + round.rejected)
+        committed, text = committed + round.target, text + "".join(target)
+    assert committed == tokens and text == tokenizer.decode(tokens)
 
 
 def test_a_character_comes_whole_with_its_last_token(tokenizer):
-    tokens = tokenizer("a\U0001f600\u6f22")["input_ids"]
+    tokens, pieces = ids(tokenizer, "a\U0001f600\u6f22"), Pieces(tokenizer)
     assert len(tokens) > 3
-    pieces = Pieces(tokenizer)
     assert [piece for token in tokens if (piece := pieces.add(token))] == ["a", "\U0001f600", "\u6f22"]
     assert pieces.rest() == ""
 
@@ -87,50 +89,54 @@ def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
             self.decoded += len(tokens)
             return tokenizer.decode(tokens)
 
-    counting, tokens = Counting(), tokenizer(MANY_BYTES * 100)["input_ids"]
+    counting, tokens = Counting(), ids(tokenizer, MANY_BYTES * 100)
     pieces = decoded_rounds([Round([], [], tokens)], counting)
     assert "".join(pieces[0][2]) == MANY_BYTES * 100 and counting.decoded < 12 * len(tokens)
 
 
-# --- rounds -----------------------------------------------------------------------------------------------------------
+# Rounds.
+
+
+def traced(decode, *args, on_round=lambda round: None, **how):
+    """The trace of the first row of a decoder's text, and the row's record. They must agree."""
+    trace = Trace(on_round)
+    tokens, records = decode(*args, **how, callback=trace.callback, observer=trace.observer)
+    assert trace.tokens == tokens[0]
+    assert [len(round.accepted + round.rejected) for round in trace.rounds] == records[0].drafted
+    return trace, records[0]
 
 
 def test_a_trace_holds_what_the_record_counts():
     target, drafter, heard = tiny(), ModelDrafter(tiny(seed=1)), []
     for _ in range(2):  # A drafter used before does not lend its last guesses to the next prompt.
-        trace = Trace(heard.append)
-        how = {"callback": trace.callback, "observer": trace.observer}
-        (tokens,), (record,) = specSampling([[1, 2, 3]], target, drafter, 10, **how)
-        assert holds(trace, tokens, record) and [len(round.accepted) for round in trace.rounds] == record.accepted
+        trace, record = traced(specSampling, [[1, 2, 3]], target, drafter, 10, on_round=heard.append)
+        assert [len(round.accepted) for round in trace.rounds] == record.accepted
         assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
-
-
-def holds(trace, tokens, record):
-    return [token for round in trace.rounds for token in round.accepted + round.target] == tokens and [
-        len(round.accepted + round.rejected) for round in trace.rounds
-    ] == record.drafted
 
 
 def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
     """It has fewer guesses than the others, or none."""
-    trace, prompts = Trace(), [[1, 2, 3], [5, 6] * 9]
-    how = {"callback": trace.callback, "observer": trace.observer}
-    tokens, records = specSampling(prompts, tiny(), LookupDrafter(61), 12, **how)
-    assert holds(trace, tokens[0], records[0])
-    plain = Trace()
-    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=plain.callback)
-    assert plain.rounds == [Round([], [], [token]) for token in tokens]  # all the target's own
-
-
-def test_guesses_after_the_end_of_the_text_are_not_accepted():
+    traced(specSampling, [[1, 2, 3], [5, 6] * 9], tiny(), LookupDrafter(61), 12)
     trace = Trace()
-    trace.callback(0, [3], 0)
-    trace.guesses = [4, 0, 5]
-    trace.callback(0, [4, 0], 2)
-    assert trace.rounds == [Round([], [], [3]), Round([4, 0], [5], [])]
+    (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
+    assert trace.rounds == [Round([], [], [token]) for token in tokens]  # all the target's own
 
 
-# --- the terminal -----------------------------------------------------------------------------------------------------
+def test_a_speed_is_that_after_the_prefill_without_the_time_of_showing(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(trace_module.time, "perf_counter", lambda: clock[0])
+    trace = Trace(lambda round: clock.insert(0, clock[0] + 100))
+    assert trace.speed() == ""
+    for tokens, guesses, guessed in ([3], [], 0), ([4, 5], [4], 1), ([4, 0], [4, 0, 5], 2):
+        clock[0] += 2
+        trace.guesses = guesses
+        trace.callback(0, tokens, guessed)
+    assert trace.speed() == "[5 tokens, 1 a second]"
+    assert trace.speed(plain=0.8) == "[5 tokens, 1 a second, 1.25 times plain decoding]"
+    assert trace.rounds[-1] == Round([4, 0], [5], [])  # A guess after the end of the text is not accepted.
+
+
+# The terminal.
 
 
 class Terminal(io.StringIO):
@@ -148,26 +154,20 @@ class Terminal(io.StringIO):
 
 
 def streamed(tokenizer, rounds, prompt="Once", **options):
-    screen, file = Screen(tokenizer, **options), options["file"]
+    screen, file, trace = Screen(tokenizer, **options), options["file"], Trace()
     screen.begin(prompt)
     for round in rounds:
         screen.round(round)
         assert file.flushed[-1] == file.getvalue(), "a round is on the screen when it is over"
-    screen.end()
+    trace.rounds, trace.seconds = rounds, 0.1 * len(rounds)
+    screen.end(trace)
     return file.getvalue()
-
-
-def ids(tokenizer, *texts):
-    return [tokenizer(text)["input_ids"] for text in texts]
 
 
 @pytest.fixture
 def story(tokenizer):
-    return [
-        Round([], [], *ids(tokenizer, " there")),
-        Round(*ids(tokenizer, " was [b]\n ", " not\n", "a")),
-        Round([], [], *ids(tokenizer, " king ")),
-    ]
+    rounds = ("", "", " there"), (" was [b]\n ", " not\n", "a"), ("", "", " king ")
+    return [Round(*(ids(tokenizer, text) for text in round)) for round in rounds]
 
 
 @pytest.fixture
@@ -187,13 +187,12 @@ def environment(monkeypatch):
 def test_marks_where_there_is_no_colour(tokenizer, story, environment, terminal, given):
     environment(**given)
     out = streamed(tokenizer, story, file=Terminal(terminal))
-    legend, _, text, rest = out.split("\n", 3)
-    assert legend == "the prompt|, [guesses accepted], ~guesses rejected~, the target's own tokens"
-    assert text == "Once| there[ was [b]" and rest.startswith(" ]~ not\\n~a king \n\n")
-    assert rest.count("\n") == 3 and re.search(
-        r"\n\d+ tokens: 1 from reading the prompt, \d+ in 2 rounds \([\d.]+ "
-        r"tokens per round\); \d of \d+ guesses accepted\n$",
-        rest,
+    assert re.fullmatch(
+        r"the prompt\|, \[guesses accepted\], ~guesses rejected~, the target's own tokens\n\n"
+        r"Once\| there\[ was \[b\]\n \]~ not\\n~a king \n\n"
+        r"\d+ tokens: 1 from reading the prompt, \d+ in 2 rounds \([\d.]+ tokens per round\); \d of \d+ guesses "
+        r"accepted\n\[\d+ tokens, \d\d+ a second\]\n",
+        out,
     )
 
 
@@ -207,8 +206,8 @@ def test_colour_on_a_terminal(tokenizer, story, environment):
 def test_no_control_character_reaches_the_screen(tokenizer, environment, colour):
     environment()
     evil = "\x1b]0;title\x07\r\x08\x9b2J\u202e\t[bold red]:smile:[/]"
-    rounds = of_text(tokenizer, evil)
-    rounds.append(Round([], ids(tokenizer, evil)[0], ids(tokenizer, ".")[0]))
+    rounds = rounds_of(tokenizer, evil)
+    rounds.append(Round([], ids(tokenizer, evil), ids(tokenizer, ".")))
     out = streamed(tokenizer, rounds, evil, file=Terminal(colour))
     assert ("\x1b[" in out) == colour
     out = re.sub(r"\x1b\[[\d;]*m", "", out)
@@ -227,28 +226,19 @@ def test_a_terminal_waits_for_its_reader_and_a_file_does_not(tokenizer, monkeypa
     for tokens, seconds in (2, 0.0), (14, 1.0), (1, 90.0), (1, 0.0):
         screen.round(Round([5] * (tokens - 1), [6] * 9, [7]))
         clock[0] += seconds
-    assert [seconds for seconds in pauses if seconds] == (slept and [1.0, 6.0])
+    assert [seconds for seconds in pauses if seconds] == slept
 
 
 def test_the_token_that_ends_a_text_counts_and_is_not_shown(tokenizer):
     end = tokenizer.eos_token_id
-    rounds = [Round([], [end], ids(tokenizer, "A")[0]), Round([end], [], [])]
+    rounds = [Round([], [end], ids(tokenizer, "A")), Round([end], [], [])]
     out = streamed(tokenizer, rounds, ends={end}, file=Terminal(False))
     assert "Once|~<|endoftext|>~A\n\n2 tokens" in out
     # As after Ctrl-C during the prefill.
     assert streamed(tokenizer, [], file=Terminal(False)).endswith("Once|\n\n0 tokens\n")
 
 
-def test_text_the_screen_cannot_write_is_no_error(tokenizer):
-    raw = io.BytesIO()
-    screen = Screen(tokenizer, file=io.TextIOWrapper(raw, encoding="ascii"))
-    screen.begin("\ud800\u6f22")
-    screen.round(Round([], [], ids(tokenizer, "\U0001f600 good")[0]))
-    screen.end()
-    assert b"\\ud800?|? good" in raw.getvalue()
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
+# The page.
 
 
 class Page(HTMLParser):
@@ -277,14 +267,16 @@ class Page(HTMLParser):
             self.verdicts.append(data)
 
 
-def text_until(tokenizer, rounds, last):
-    return tokenizer.decode([token for round in rounds[: last + 1] for token in round.accepted + round.target])
+def text_until(tokenizer, rounds, last=None):
+    """What the page shows of these rounds until the one numbered `last`."""
+    ended = rounds if last is None else rounds[: last + 1]
+    return visible(tokenizer.decode([token for round in ended for token in round.accepted + round.target]))
 
 
 @pytest.fixture
 def page(tokenizer, tmp_path):
     """A page of rounds whose text is markup, and those rounds."""
-    rounds = of_text(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
+    rounds = rounds_of(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
     page = html_page([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
     write_file(tmp_path / "page.html", page)
     return tmp_path / "page.html", rounds
@@ -299,11 +291,10 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     assert not set("<>&\u2028") & set(parsed.texts["rounds"])
     assert "src=x" not in source.replace("&lt;img src=x", "") and "http" not in source.replace("http-equiv", "")
     assert parsed.texts["prompt"] == visible(CURSED)
-    assert parsed.texts["text"] == visible(text_until(tokenizer, rounds, len(rounds)))  # without any script
-    assert [[[*map(len, kinds)], "".join(kinds[1])] for kinds in json.loads(parsed.texts["rounds"])] == [
-        [[*map(len, (round.accepted, round.rejected, round.target))], visible("".join(pieces[1]), "\n\t\u200c\u200d")]
-        for round, pieces in zip(rounds, decoded_rounds(rounds, tokenizer))
-    ]
+    assert parsed.texts["text"] == text_until(tokenizer, rounds)  # without any script
+    for kinds, pieces in zip(json.loads(parsed.texts["rounds"]), decoded_rounds(rounds, tokenizer), strict=True):
+        assert list(map(len, kinds)) == list(map(len, pieces))
+        assert "".join(kinds[1]) == visible("".join(pieces[1]), "\n\t\u200c\u200d")
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
     inner = [source.split(f"<{tag}>")[1].split(f"</{tag}>")[0].encode() for tag in ("style", "script")]
     style, script = ("sha256-" + base64.b64encode(hashlib.sha256(part).digest()).decode() for part in inner)
@@ -340,19 +331,18 @@ def browser(tmp_path_factory):
 def test_a_browser_opens_the_page_at_a_round_and_plays_it_to_its_end(tokenizer, page, browser):
     path, rounds = page
     last = len(rounds) - 1
-    shown = Page(browser(f"file://{path}#3"))
-    assert shown.texts["text"] == visible(text_until(tokenizer, rounds, 3)) and shown.texts["forwards"] == "4"
+    shown, played = (Page(browser(f"file://{path}#{at}")) for at in ("3", "play"))
+    assert shown.texts["text"] == text_until(tokenizer, rounds, 3) and shown.texts["forwards"] == "4"
     assert shown.texts["where"] == f"Round 3 of {last}" and shown.texts["prompt"] == visible(CURSED)
     accepted, rejected, target = map(len, rounds[3])
     dropped = ["rejected", *["dropped"] * rejected][:rejected]
-    assert shown.verdicts == ["accepted"] * accepted + dropped + ["target"] * target and "img" not in shown.tags
-    played = Page(browser(f"file://{path}#play"))
-    assert played.texts["text"] == visible(text_until(tokenizer, rounds, last)) and "img" not in played.tags
+    assert shown.verdicts == ["accepted"] * accepted + dropped + ["target"] * target
+    assert played.texts["text"] == text_until(tokenizer, rounds) and not {"img"} & {*shown.tags, *played.tags}
     assert played.texts["where"] == f"Round {last} of {last}" and played.texts["play"] == "Play"
 
 
 def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
-    first, second = of_text(tokenizer, f"Yes, {MANY_BYTES}"), of_text(tokenizer, "No, not today.")
+    first, second = rounds_of(tokenizer, f"Yes, {MANY_BYTES}"), rounds_of(tokenizer, "No, not today.")
     turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
     write_file(tmp_path / "page.html", html_page(turns, tokenizer, "", {}))
 
@@ -390,7 +380,7 @@ def test_keys_buttons_and_slider(tokenizer, tmp_path, browser, monkeypatch):
     with (tmp_path / "parts" / "script.js").open("a") as script:
         script.write(DRIVER)
     monkeypatch.setattr(play_module, "PARTS", tmp_path / "parts")
-    write_file(tmp_path / "page.html", html_page([Turn("", of_text(tokenizer, MANY_BYTES))], tokenizer, "", {}))
+    write_file(tmp_path / "page.html", html_page([Turn("", rounds_of(tokenizer, MANY_BYTES))], tokenizer, "", {}))
     log = json.loads(Page(browser(f"file://{tmp_path}/page.html")).texts["title"])
     last = int(log[0].split("#")[0].split()[-1])
 

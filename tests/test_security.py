@@ -19,19 +19,13 @@ from inputs.texts import encode_chat
 from scripts import drawRounds
 
 ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")
-NO_IDS = (
-    "../../x",
-    "/abs/x",
-    "owner/..",
-    "../owner",
-    "owner/../x",
-    "owner/x\n",
-    "owner\\x",
-    "C:\\x",
-    "a\x1b[31m",
-    "~/x",
-)
+NO_IDS = "../../x", "/abs/x", "owner/..", "../owner", "owner/../x", "owner/x\n", "owner\\x", "C:\\x", "a\x1b[31m", "~/x"
 CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n"
+
+
+def is_one_line(text):
+    """Whether a text is one line that does not steer the screen."""
+    return text.count("\n") == 1 and text.rstrip("\n").isprintable()
 
 
 @pytest.fixture
@@ -54,7 +48,7 @@ def test_no_name_makes_a_download_write_elsewhere(cli, flags, hub, outside, tmp_
     ):
         assert command() == 2
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and "error: " in error and error.rstrip("\n").isprintable()
+        assert is_one_line(error) and "error: " in error
     assert hub.requests == [] and os.listdir(outside) == ["mine"]
 
 
@@ -88,7 +82,7 @@ def test_what_a_record_says_does_not_steer_the_screen(outside, capsys):
         Manifest(CURSED, CURSED).write(folder)
         assert module.main(["--list"]) == 0
         shown = capsys.readouterr().out
-        assert "\\x1b[31mred" in shown and shown.count("\n") == 1 and shown.rstrip("\n").isprintable()
+        assert is_one_line(shown) and "\\x1b[31mred" in shown
 
 
 def test_weights_are_those_of_the_folder(model_folder):
@@ -118,21 +112,20 @@ def test_a_chat_template_that_fails_or_breaks_out_is_one_line(model_folder, temp
         encode_chat(["why?"], [], load_tokenizer(model_folder), "model")
 
 
-def test_no_name_or_text_steers_the_screen_or_the_results(cli, flags, pair_folder, tmp_path, capsys):
+def test_no_name_or_text_steers_the_screen_or_the_results(run, pair_folder, tmp_path, capsys):
     """Names of folders and files, the text and the command appear as they are, but escaped."""
     folder = shutil.copytree(pair_folder / "target", tmp_path / CURSED.replace("/", ""))
     text = tmp_path / (CURSED.replace("/", "") + ".txt")
     text.write_text(CURSED * 5)
-    arguments = [*flags, "--target", str(folder), "--dataset", str(text), "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
-    results, shown = (tmp_path / "results.txt").read_text(), capsys.readouterr()
-    for written in results, shown.out, shown.err:
+    run("", "--target", folder, "--dataset", text)
+    results = (tmp_path / "results.txt").read_text()
+    for written in results, *capsys.readouterr():
         assert all(c.isprintable() or c == "\n" for c in written)
     assert "\\x1b[31mred\\x07\\x9b2J\\u202e $x$ [bold]b[] <script>alert(1)<script>\\n, 0.0 M" in results
     (folder / "config.json").write_text("{")
-    assert cli.main(arguments) == 2
+    run("", "--target", folder, "--dataset", text, code=2)
     error = capsys.readouterr().err
-    assert "\\x1b[31mred" in error and error.count("\n") == 1 and error.rstrip("\n").isprintable()
+    assert is_one_line(error) and "\\x1b[31mred" in error
 
 
 @pytest.mark.parametrize("text", [CURSED, "$\\frac{1}{", "x" * 500, " " * 99, "\U0001f600 漢字 \u202e"])

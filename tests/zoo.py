@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,28 +34,10 @@ from utils import GREEDY, UserError
 
 RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "kinds.json"
 # What some default configurations lack, so that transformers itself cannot make a model of them.
-ADDED = {
-    "head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "num_experts": 4,
-    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-}  # fmt: skip
+ADDED = {"head_dim": 16, "num_key_value_heads": 4, "norm_topk_prob": True}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "n_routed_experts": 4, "n_shared_experts": 1}
+ADDED |= EXPERTS | {"moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
 LENGTHS, NEW = (1, 5, 60), 16
-
-
-def config_of(config_class):
-    """A configuration of a decoder: the default one, with what it lacks."""
-    config = config_class()
-    for part in {id(part): part for part in (config, text_of(config))}.values():
-        for name, value in {"is_encoder_decoder": False, "is_decoder": True}.items():
-            if hasattr(part, name):
-                setattr(part, name, value)
-        for name, value in ADDED.items():
-            if vars(part).get(name, value) is None:
-                setattr(part, name, value)
-    if config.model_type == "dbrx":
-        config.attn_config.rope_theta, config.attn_config.clip_qkv = 1e4, 8.0
-    if config.model_type == "cohere_compass_text":
-        config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    return config
 
 
 def text_of(config):
@@ -62,6 +45,21 @@ def text_of(config):
         return config.get_text_config(decoder=True)
     except ValueError:
         return config
+
+
+def config_of(config_class):
+    """A configuration of a decoder: the default one, with what it lacks."""
+    config = config_class()
+    for part in {id(part): part for part in (config, text_of(config))}.values():
+        missing = {name: value for name, value in ADDED.items() if vars(part).get(name, value) is None}
+        roles = {"is_encoder_decoder": False, "is_decoder": True}
+        for name, value in missing.items() | {pair for pair in roles.items() if hasattr(part, pair[0])}:
+            setattr(part, name, value)
+    if config.model_type == "dbrx":
+        config.attn_config.rope_theta, config.attn_config.clip_qkv = 1e4, 8.0
+    if config.model_type == "cohere_compass_text":
+        config.rope_parameters = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    return config
 
 
 @torch.inference_mode()
@@ -77,28 +75,23 @@ def greedy(model, prompt):
 
 def texts_of(model):
     """{how: the greedy texts of the prompts}, as this project decodes them, and the prompts."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(1)
-    room = context_of(model.config.get_text_config(decoder=True)) - NEW - 2
+    text_config, generator = model.config.get_text_config(decoder=True), torch.Generator().manual_seed(1)
+    vocabulary, room = text_config.vocab_size, context_of(text_config) - NEW - 2
     prompts = [torch.randint(3, vocabulary, (min(n, room),), generator=generator).tolist() for n in LENGTHS]
-    noisy = copy.deepcopy(model)
+    noisy, same = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
-        for weight in noisy.parameters():
-            weight.add_(
-                torch.randn(weight.shape, generator=generator) * 0.2 * weight.std() if weight.numel() > 1 else 0
-            )
+        for weight in (weight for weight in noisy.parameters() if weight.numel() > 1):
+            weight.add_(torch.randn(weight.shape, generator=generator) * 0.2 * weight.std())
     target, draft = CachedModel(model, name="the target"), CachedModel(noisy, name="the draft")
-    more = {"max_len": NEW, "sampling": GREEDY}
-    ways = {
-        "alone": lambda: [regrSampling([prompt], target, **more)[0][0] for prompt in prompts],
-        "batch": lambda: regrSampling(prompts, target, **more)[0],
-        "draft": lambda: specSampling(prompts, target, ModelDrafter(draft), **more)[0],
-        "itself": lambda: specSampling(prompts, target, ModelDrafter(CachedModel(copy.deepcopy(model))), **more)[0],
-        "lookup": lambda: specSampling(prompts, target, LookupDrafter(target.vocabulary), **more)[0],
-    }
+    plain = partial(regrSampling, target=target, max_len=NEW, sampling=GREEDY)
+    texts = {"alone": [plain([prompt])[0][0] for prompt in prompts], "batch": plain(prompts)[0]}
+    drafters = {"draft": ModelDrafter(draft), "itself": ModelDrafter(CachedModel(same))}
+    for name, drafter in (drafters | {"lookup": LookupDrafter(vocabulary)}).items():
+        texts[name] = specSampling(prompts, target, drafter, max_len=NEW, sampling=GREEDY)[0]
     if target.reads_trees and draft.reads_trees:
-        ways["tree"] = lambda: treeSampling(prompts, target, TreeDrafter(draft), tree=Tree.of("2,2,1"), **more)[0]
-    return {name: way() for name, way in ways.items()}, prompts
+        how = {"tree": Tree.of("2,2,1"), "max_len": NEW, "sampling": GREEDY}
+        texts["tree"] = treeSampling(prompts, target, TreeDrafter(draft), **how)[0]
+    return texts, prompts
 
 
 def verdict(config_class):
