@@ -39,7 +39,7 @@ bench: .venv/installed
 	$(VENV) -m benchmark
 
 bench-peers: .venv/installed
-	$(VENV) -m benchmark.engines.install
+	$(VENV) -m benchmark.install
 	$(VENV) -m benchmark --compare all,generate,llama.cpp,openvino,ctranslate2,vllm
 
 report: .venv/installed

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from benchmark.engines.peers import MODELS, ROWS, OtherMethod, Peer, PeerError, Source, short_reason
+from benchmark.peers import MODELS, OtherMethod, Peer, PeerError, Source
 from decoding.rows import Record
 from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
@@ -33,7 +34,7 @@ from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from methods import customGenerate
 from methods.catalogue import METHODS
-from utils import GREEDY, Sampling
+from utils import GREEDY, Sampling, UserError
 
 COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
 GREEDY_TOKENS, TEXTS, TEXT_TOKENS = 50, 40, 100  # of the greedy text of each prompt; drawn texts, and of each of them
@@ -41,44 +42,38 @@ CHECKED_BATCH = 8  # texts at once, of a method that decodes many
 
 
 class LibraryMethod(OtherMethod):
-    """A method of `transformers`.
+    """A method of `transformers` (`methods.programs.registry.Generate`).
 
-    kind: "plain"; "static" with a static cache; "compiled", the same with its forward compiled by the library, on a
-    CPU only if requested; "lookup": its prompt lookup; "draft": its assisted decoding with `gamma` guesses a
-    round, "assisted" with a number that it chooses; "custom": this project's speculative sampling inside `generate`.
-    models: {role: model}, with the library's own attention. vocabulary: models may have more logits than the tokenizer
-        has tokens.
+    On a CPU the library compiles its forward only if requested. models: {role: model}, with the library's own
+    attention. vocabulary: models may have more logits than the tokenizer has tokens.
     """
 
-    def __init__(self, kind: str, models: Mapping[str, PreTrainedModel], vocabulary: int, gamma: int) -> None:
-        self.kind, self.model, self.gamma = kind, models["target"], gamma
-        super().__init__(str(self.model.dtype).removeprefix("torch."))
-        self.assistant = models["draft"] if kind in ("draft", "assisted") else None
+    def __init__(self, name: str, models: Mapping[str, PreTrainedModel], vocabulary: int, gamma: int, batch: int = 1):
+        self.kind, self.model, self.gamma = name.partition(":")[2], models["target"], gamma
+        super().__init__(name, str(self.model.dtype).removeprefix("torch."), batch)
+        self.assistant = models["draft"] if self.kind in ("draft", "assisted") else None
         outside = list(range(vocabulary, self.model.config.vocab_size))
-        self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and kind != "custom" else {}
-        if kind == "static":
+        self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and self.kind != "custom" else {}
+        if self.kind == "static":
             self.options |= {"cache_implementation": "static", "disable_compile": True}
-        elif kind == "compiled":
+        elif self.kind == "compiled":
             config = CompileConfig(**COMPILING)
             config._compile_all_devices = True  # Without it, accelerators alone.
             self.options |= {"cache_implementation": "static", "compile_config": config}
-        elif kind == "lookup":
+        elif self.kind == "lookup":
             self.options["prompt_lookup_num_tokens"] = gamma
-        elif kind == "custom":
+        elif self.kind == "custom":
             plug_in = customGenerate.speculative(models["draft"], gamma, vocabulary=vocabulary)
             self.options["custom_generate"] = plug_in
 
     def write(
         self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], batch: int = 1
     ) -> Written:
-        """One text after another. Raises PeerError if the library fails: some models, devices and versions do not
-        support what it does."""
-        if batch > 1:
-            raise PeerError("it decodes one text at a time here")
+        """Raises PeerError if the library fails: some models, devices and versions do not support what it does."""
         try:
             pairs = [self.text(prompt, count, sampling, seed) for prompt, seed in zip(prompts, seeds)]
         except Exception as error:
-            raise PeerError(short_reason(f"{type(error).__name__}: {error}")) from error
+            raise PeerError(f"{type(error).__name__}: {error}") from error
         return [tokens for tokens, _ in pairs], [record for _, record in pairs]
 
     def text(self, prompt: list[int], count: int, sampling: Sampling, seed: int) -> tuple[list[int], Record]:
@@ -176,21 +171,20 @@ def other_methods(
     max_len: int,
     append: Append,
 ) -> Iterator[dict[str, Timed]]:
-    """{method: the function that `speed.measure` times} of those among `names` that other programs compute. A line of
-    results describes each, with the reason if it is left out. They run until the context ends."""
+    """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. A line
+    of results describes each, with the reason if it is left out. They run until the context ends."""
     settings, vocabulary = inputs.settings, models["target"].vocabulary
     gamma, batch = settings.decoding.gamma_of("fixed"), settings.measuring.batch or 1
     methods: dict[str, OtherMethod] = {}
     for name in names:
-        engine, _, kind = name.partition(":")
-        if engine == "generate":
-            methods[name] = LibraryMethod(kind, inputs.library, vocabulary, gamma)
+        if METHODS[name].engine == "generate":
+            methods[name] = LibraryMethod(name, inputs.library, vocabulary, gamma, batch)
         else:
-            methods[name] = Peer(ROWS[name], inputs.dtype, batch)
+            methods[name] = Peer(name, inputs.dtype, batch)
     try:
-        if methods:
-            check_programs(inputs, models, methods, prompts, sampling, max_len, append)
-        yield {name: timed_by(method, max_len, sampling) for name, method in methods.items() if not method.failed}
+        for line in check_programs(inputs, models, methods, prompts, sampling, max_len) if methods else ():
+            append(line)
+        yield {name: partial(timed, method, max_len, sampling) for name, method in methods.items() if not method.failed}
         for name, method in methods.items():
             if method.failed:  # also of those that failed while they were timed
                 print(f"{name} is left out: {method.failed}")
@@ -206,13 +200,13 @@ def check_programs(
     prompts: Sequence[list[int]],
     sampling: Sampling,
     max_len: int,
-    append: Append,
-) -> None:
-    """Load and check the methods. With synthetic acceptance, texts are not the target's and are not checked."""
+) -> Iterator[EngineLine]:
+    """Load and check the methods: the line of each. With synthetic acceptance, texts are not the target's and are not
+    checked."""
     settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
-    sources: dict[str, Source] = {}
-    references: dict[str, Any] = {}
     alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
+    sources: dict[str, Source] = {}
+    references: dict[str, Float32Model] = {}
     for role in [role for role in ("target", "draft") if role in inputs.folders]:
         model, folder = models[role], inputs.folders[role]
         slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
@@ -226,12 +220,9 @@ def check_programs(
         greedy = drawn = None
         judged = alpha is None or not METHODS[name].guesses
         try:
-            if isinstance(method, Peer):
-                # What an engine maps from a file counts as available, and must stay in memory all the same.
-                free = memory - sum(other.memory for other in methods.values())
-                method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
-            elif not judged:
-                raise PeerError("it cannot accept guesses by a coin")
+            # What a program maps from a file counts as available, and must stay in memory all the same.
+            free = memory - sum(other.memory for other in methods.values())
+            method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
             if judged:
                 greedy = check_greedy(method, target, prompts, seed)
             if judged and sampling.temperature:  # Greedy text says nothing of sampling.
@@ -242,9 +233,9 @@ def check_programs(
                 if folder_of_texts:
                     pairs = list(zip(prefixes, map(list, texts)))
                     write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
-        except (PeerError, ValueError, OSError) as error:
+        except (PeerError, UserError, ValueError, OSError) as error:
             method.fail(error)
-        line: EngineLine = {
+        yield {
             "kind": "lossless",
             "test": "engine",
             "method": name,
@@ -256,21 +247,22 @@ def check_programs(
             "greedy": greedy,
             "drawn": drawn,
         }
-        append(line)
 
 
-def timed_by(other: OtherMethod, max_len: int, sampling: Sampling) -> Timed:
-    """A method of another program as `speed.measure` calls it. If it fails, its times are nan from then on."""
-
-    def method(
-        prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
-    ) -> Written:
-        if other.failed is None:
-            seeds = [generator.initial_seed() for generator in generators]
-            try:
-                return other.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
-            except PeerError as error:
-                other.fail(error)
-        return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]
-
-    return method
+def timed(
+    method: OtherMethod,
+    max_len: int,
+    sampling: Sampling,
+    prompts: Sequence[list[int]],
+    generators: Sequence[Generator],
+    batch: int,
+    first: int | None = None,
+) -> Written:
+    """A method as `speed.time_texts` calls it. If it fails, its times are nan from then on."""
+    if method.failed is None:
+        seeds = [generator.initial_seed() for generator in generators]
+        try:
+            return method.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
+        except PeerError as error:
+            method.fail(error)
+    return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -54,17 +55,11 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
 
 def times(steps: Mapping[Any, Step], seed: int, device: torch.device | str) -> dict[Any, list[float]]:
     """The seconds of steps that are timed interleaved, for BUDGET seconds."""
-
-    def turns() -> Iterator[int]:
-        began = time.perf_counter()
-        for turn in range(TURNS[1]):
-            if turn >= TURNS[0] and time.perf_counter() - began > BUDGET:
-                return
-            yield turn
-
     for step in steps.values():
         step()  # It may compile something.
-    return time_steps(steps, turns(), seed, device)
+    end = time.perf_counter() + BUDGET
+    turns = takewhile(lambda turn: turn < TURNS[0] or time.perf_counter() < end, range(TURNS[1]))
+    return time_steps(steps, turns, seed, device)
 
 
 def fill(model: CachedModel, length: int, capacity: int) -> None:

@@ -19,7 +19,7 @@ from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_o
 from inputs.files import ROOT
 from inputs.models import DTYPES
 from methods.catalogue import METHODS, Role
-from methods.programs import PROGRAMS
+from methods.programs.registry import PROGRAMS
 from methods.samplers import Decoding
 from utils import Sampling, UserError
 
@@ -317,7 +317,7 @@ def parser() -> Parser:
     own = {name: method for name, method in METHODS.items() if not method.engine}
     lists = {
         "methods": "; ".join(f"{name} ({method.title})" for name, method in own.items()),
-        "programs": "; ".join(f"{program} ({', '.join(kinds)})" for program, kinds in PROGRAMS.items()),
+        "programs": "; ".join(f"{name} ({', '.join(program.rows)})" for name, program in PROGRAMS.items()),
         "left_out": ", ".join(name for name, method in own.items() if "compare" not in method.in_all),
         "lossless": ", ".join(name for name, method in METHODS.items() if method.lossless),
     }

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from methods import samplers as make
-from methods.programs import PROGRAMS
+from methods.programs.registry import PROGRAMS
 from methods.samplers import Decoding, DrafterMaker, Maker, Models, Sampler
 from utils import UserError
 
@@ -161,18 +161,18 @@ CATALOGUE: tuple[Method, ...] = (
     ),
     *(
         Method(
-            f"{program}:{kind}",
-            title,
+            f"{program.name}:{kind}",
+            row.title,
             None,
-            (Role.EXPERT,) if kind in ("draft", "assisted", "custom") else (),
+            (Role.EXPERT,) if row.draft == "draft" else (),
             lossless=False,
-            guesses=kind in ("draft", "assisted", "custom", "lookup", "copy"),
+            guesses=row.draft is not None,
             seeded=lambda _: False,
-            engine=program,
+            engine=program.name,
             in_all=(),
         )
-        for program, kinds in PROGRAMS.items()
-        for kind, title in kinds.items()
+        for program in PROGRAMS.values()
+        for kind, row in program.rows.items()
     ),
 )
 METHODS = {method.name: method for method in CATALOGUE}

@@ -7,14 +7,14 @@ from unittest.mock import patch
 import helpers
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, lines_of, of_kind
 from helpers import rounded_copy
-from test_faults import lines_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPTNeoXForCausalLM
 
 from benchmark import others, steps
-from benchmark.engines.peers import PeerError
 from benchmark.others import LibraryMethod
+from benchmark.peers import PeerError
 from decoding.tree import Tree
 from decoding.treeRules import synthetic_tree
 from decoding.verification import synthetic, token_rule
@@ -22,12 +22,13 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
+from experiments.flags import read_flags
 from experiments.intervals import summarize
 from inputs import files, randomModels
 from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
-from methods.programs import PROGRAMS
+from methods.programs.registry import Generate
 from report import figures
 from report.runTables import forwards_table, limits_of, round_table, said_of
 from utils import GREEDY, Sampling, UserError, draw
@@ -53,8 +54,8 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     asked = "--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --sentences 2 --repeats 1"
     assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
     lines, shown = lines_of(tmp_path), capsys.readouterr().out
-    timed = [line for line in lines if line["kind"] == "speed"]
-    rows = ["target", "fixed", *(f"generate:{kind}" for kind in PROGRAMS["generate"])]
+    timed = of_kind(lines)
+    rows = ["target", "fixed", *(f"generate:{kind}" for kind in Generate.rows)]
     assert [line["method"] for line in timed[: len(rows)]] == rows and all(row in shown for row in rows[2:])
     assert {line["tokens"] for line in timed} == {6}  # the same work for all: no text ends early
     assert all(0 < line[figure] < line["seconds"] for line in timed for figure in ("ttft", "tpot"))
@@ -63,7 +64,7 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     for line in checked.values():
         assert line["failed"] is None and (line["greedy"]["tokens"], line["drawn"]["tokens"]) == (10, 60)
         assert said_of(line) == "no difference found"
-    (end,) = (line for line in lines if line["kind"] == "end")
+    (end,) = of_kind(lines, "end")
     assert (tmp_path / end["figures"][0]).stat().st_size > 10_000
     found = {
         what: {(line["role"], line.get("tokens")) for line in lines if line.get("what") == what}
@@ -77,23 +78,18 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
         "growth": {("target", n) for n in (64, 128, 256)},  # the tiny models' context
         "round": {(part, 3) for part in ("plain step", "draft step", "scoring", "sampling", "round")},
     }
-    assert all(len(line["seconds"]) == 2 for line in lines if line.get("of") == "step")
     step_lines = [line for line in lines if line.get("of") == "step"]
-    shares = [row[-1].value for row in forwards_table(step_lines).rows]
-    assert all(0 < share <= 100 for share in shares)
+    assert all(len(line["seconds"]) == 2 for line in step_lines)
+    assert all(0 < row[-1].value <= 100 for row in forwards_table(step_lines).rows)  # shares of the limit
 
 
 def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch):
     ran = []
-    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.append([path, *sys.argv[1:]]))
+    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.extend([path, *sys.argv[1:]]))
     monkeypatch.setattr(sys, "argv", ["-m", "--maxLen", "9"])
-    with (ROOT / "benchmark/__main__.py").open() as file:
-        exec(compile(file.read(), "benchmark", "exec"), {"__name__": "__main__"})
-    ((path, *argv),) = ran
-    assert path == str(ROOT / "test.py") and argv[:2] == ["--compare", "all,generate"]
-    from experiments.flags import read_flags
-
-    asked = read_flags(argv)
+    exec(compile((ROOT / "benchmark/__main__.py").read_text(), "benchmark", "exec"), {"__name__": "__main__"})
+    assert ran[:3] == [str(ROOT / "test.py"), "--compare", "all,generate"]
+    asked = read_flags(ran[1:])
     assert asked.maxLen == 9 and asked.steps and asked.compile
 
 
@@ -135,41 +131,36 @@ def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
     assert all(a is b for a, b in zip(ours.model.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("kind", PROGRAMS["generate"])
+@pytest.mark.parametrize("kind", Generate.rows)
 def test_the_librarys_greedy_text_is_the_targets_and_its_tokens_are_timed_as_they_come(kind):
     """Not all at the end: a text's record has a time for each forward of the target."""
-    method = LibraryMethod(kind, library(), 61, 3)
+    method = LibraryMethod(f"generate:{kind}", library(), 61, 3)
     (tokens,), (record,) = method.write([[5, 9, 2]], 20, GREEDY, [0])
-    (plain,), _ = LibraryMethod("plain", library(), 61, 3).write([[5, 9, 2]], 20, GREEDY, [0])
+    (plain,), _ = LibraryMethod("generate:plain", library(), 61, 3).write([[5, 9, 2]], 20, GREEDY, [0])
     assert tokens == plain and len(tokens) == record.tokens == 20
     assert record.times == sorted(set(record.times)) and max(record.committed) <= (25 if kind == "assisted" else 4)
     assert len(record.times) == 20 or kind in ("lookup", "draft", "assisted", "custom")
     with pytest.raises(PeerError, match="one text at a time"):
-        method.write([[5], [6]], 2, GREEDY, [0, 1], 2)
+        LibraryMethod(f"generate:{kind}", library(), 61, 3, 2).load({}, 3, 9, 0)
 
 
-def test_a_method_of_the_library_that_fails_or_writes_another_text_is_left_out(cli, flags, tmp_path, monkeypatch):
+def test_a_method_of_the_library_that_fails_is_left_out(cli, flags, tmp_path, monkeypatch):
     """And sampled text is not judged where all is greedy: equal text would say nothing of sampling."""
     honest = LibraryMethod.text
 
-    def text(method, prompt, count, sampling, seed):
+    def text(method, *options):
         if method.kind == "static":
             raise RuntimeError("no such cache")
-        if method.kind == "lookup":
-            method.model = method.assistant = helpers.tiny(seed=5, vocabulary=method.model.config.vocab_size).model
-        return honest(method, prompt, count, sampling, seed)
+        return honest(method, *options)
 
     monkeypatch.setattr(LibraryMethod, "text", text)
-    asked = "--compare generate:static,generate:lookup,generate:plain --temperature 0 --maxLen 6 --dtype float32"
+    asked = "--compare generate:static,generate:plain --temperature 0 --maxLen 6 --dtype float32"
     assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
     lines = lines_of(tmp_path)
-    engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
-    said = {method: said_of(line) for method, line in engines.items()}
-    plain = engines["generate:plain"]
-    assert plain["greedy"]["beyond"] == 0 and plain["drawn"] is None and said["generate:plain"] == "not tested"
-    assert said["generate:static"] == "left out: RuntimeError: no such cache"
-    assert said["generate:lookup"].startswith("left out: not timed: ") and "greedy tokens" in said["generate:lookup"]
-    assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "generate:plain"}
+    static, plain = (line for line in lines if line.get("test") == "engine")
+    assert said_of(static) == "left out: RuntimeError: no such cache" and said_of(plain) == "not tested"
+    assert plain["greedy"]["beyond"] == 0 and plain["drawn"] is None
+    assert {line["method"] for line in of_kind(lines)} == {"target", "generate:plain"}
 
 
 # The steps of decoding.
@@ -185,20 +176,16 @@ class KernelCalls(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-@pytest.fixture(scope="module")
-def variants():
-    """A tiny target and its draft, eager and with the kernels of a compiled one; compiled the draft is its own copy."""
-    models = {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
-    target = compiled(CachedModel(sharing_copy(models["target"].model), 61))
-    copy = compiled(rounded_copy(models["target"], 4), target)
-    if any(type(model) is CachedModel for model in (target, copy)):
-        pytest.skip("no C++ compiler")
-    return {"eager": models, "compiled": {"target": target, "draft": copy}}
-
-
 @pytest.mark.parametrize("variant", ["eager", "compiled"])
-def test_only_compiled_steps_call_kernels(variants, variant):
-    called, models = {}, variants[variant]
+def test_only_compiled_steps_call_kernels(variant):
+    """The kernels of a compiled pair: its draft is its own copy."""
+    called, target, draft = {}, helpers.tiny(), helpers.tiny(seed=1)
+    if variant == "compiled":
+        copy = rounded_copy(target, 4)
+        target = compiled(CachedModel(sharing_copy(target.model), 61))
+        draft = compiled(copy, target)
+        if any(type(model) is CachedModel for model in (target, draft)):
+            pytest.skip("no C++ compiler")
 
     def once(timed):
         for name, step in timed.items():
@@ -211,9 +198,8 @@ def test_only_compiled_steps_call_kernels(variants, variant):
             called[name] = calls.count + forwards.call_count + draws.call_count > 0
         return dict.fromkeys(timed, [1.0])
 
-    target, draft = models["target"], models["draft"]
     lines = [
-        *steps.forward_lines(models, once),
+        *steps.forward_lines({"target": target, "draft": draft}, once),
         *steps.token_lines(target, FREE, once),
         *steps.round_lines(target, ModelDrafter(draft), [5, 9, 2], 3, FREE, once),
     ]
@@ -229,16 +215,15 @@ def test_only_compiled_steps_call_kernels(variants, variant):
 
 def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
     """By the model's own prefill, once for each call, with a KV cache of one size."""
-    target, read = helpers.tiny(), []
+    target, read = helpers.tiny(), set()
     prefill = target.prefill
     monkeypatch.setattr(
-        target, "prefill", lambda rows: read.append((rows.lengths.tolist(), rows.capacity)) or prefill(rows)
+        target, "prefill", lambda rows: read.add((*rows.lengths.tolist(), rows.capacity)) or prefill(rows)
     )
     monkeypatch.setattr(steps, "PROMPTS", (4, 9, 500))
     lines = list(steps.token_lines(target, FREE, lambda timed: steps.times(timed, 0, "cpu")))
     assert [line["tokens"] for line in lines if line["what"] == "prefill"] == [4, 9, 127]
-    assert all(len(line["seconds"]) == 2 for line in lines)
-    assert {tuple(lengths) for lengths, _ in read} == {(4,), (9,), (127,)} and {size for _, size in read} == {128}
+    assert read == {(4, 128), (9, 128), (127, 128)}
 
 
 def step(what, role, seconds, **more):
@@ -304,7 +289,7 @@ def test_shapes_are_timed_with_synthetic_acceptance(shapes, cli, text_file, tmp_
     assert cli.main([*asked.split(), "--out", str(tmp_path)]) == 0
     run, *lines = lines_of(tmp_path)
     assert run["models"]["target"]["name"] == "random-large" and run["flags"]["acceptance"] == 0.8
-    assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "fixed", "tree", "noCache"}
+    assert {line["method"] for line in of_kind(lines)} == {"target", "fixed", "tree", "noCache"}
     assert {line["failed"] for line in lines if line.get("test") == "engine"} == {"it cannot accept guesses by a coin"}
     assert not [line for line in lines if line.get("of") == "overlap"]  # They say nothing of such models.
     assert "acceptance 0.8, " in " ".join((tmp_path / "results.txt").read_text().split())
@@ -318,10 +303,7 @@ def test_a_random_model_is_a_model_of_that_shape_and_its_tokenizer_has_as_many_t
     tokenizer = load_tokenizer(files.MODELS / name)
     model = load_model(files.MODELS / name, tokenizer, "float32", "cpu")
     assert model.vocabulary == len(tokenizer) == 5000 and tokenizer("a text")["input_ids"]
-    usual = type(model.model)(model.model.config).eval()
-    usual.load_state_dict(model.model.state_dict())
-    tokens = torch.randint(0, 5000, (1, 20))
-    torch.testing.assert_close(model.score(tokens), usual(tokens).logits.float(), rtol=1e-4, atol=1e-4)
+    assert isinstance(model.model, GPTNeoXForCausalLM) and model.model.config.num_hidden_layers == 2
     assert randomModels.write_random("bundled-target") == "bundled-target"
 
 

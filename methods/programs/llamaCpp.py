@@ -1,44 +1,81 @@
-"""llama.cpp: its server, in a process of its own."""
+"""llama.cpp: its server, and the connection to it."""
 
 from __future__ import annotations
 
-import http.client
-import json
+import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
+import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
+import requests
 
-from benchmark.engines.adapters import SERVER, Answer, Engine, LoadRequest, TextRequest, Weights
+from methods.programs.program import FOLDER, PIP, Answer, LoadRequest, Program, Row, TextRequest, Weights, run_command
 
-KINDS = {  # {bits: how a matrix is stored}
-    16: gguf.GGMLQuantizationType.F16,
-    8: gguf.GGMLQuantizationType.Q8_0,
-    4: gguf.GGMLQuantizationType.Q4_0,
-}
+TYPES = gguf.GGMLQuantizationType
+KINDS = {16: TYPES.F16, 8: TYPES.Q8_0, 4: TYPES.Q4_0}  # {bits: how a matrix is stored}
 SURE = 0.5  # how probable a guess must be to the draft
-WAIT = 600  # seconds for the server to load a model, and to write a text
+WAIT = 600  # seconds for the server to write a text
+CMAKE_OPTIONS = {
+    "CMAKE_BUILD_TYPE": "Release",
+    "BUILD_SHARED_LIBS": "OFF",
+    "LLAMA_BUILD_TESTS": "OFF",
+    "LLAMA_BUILD_EXAMPLES": "OFF",
+    "LLAMA_BUILD_UI": "OFF",
+    "LLAMA_USE_PREBUILT_UI": "OFF",  # It would be downloaded.
+    "LLAMA_OPENSSL": "OFF",
+}
 
 
-class LlamaCpp(Engine):
-    """A server, and the connection to it."""
+class LlamaCpp(Program):
+    """It computes in float16 everywhere."""
 
+    name = "llama.cpp"
+    rows = {
+        "plain": Row("float16", None, "float16"),
+        "draft": Row("float16, the draft model guesses", "draft", "float16"),
+        "copy": Row("float16, the target's 4-bit copy guesses", "target", "float16"),
+        "int8": Row("weights in int8", None, "int8"),
+    }
+    requirements = ("llama-cpp-python==0.3.36",)
+    installed = FOLDER / "llama-server"
+    batches = coin = True
     version = "llama.cpp server of llama-cpp-python"
+
+    @classmethod
+    def install(cls) -> None:
+        """Compile llama-server from the source that the package brings. Nothing else of it is used."""
+        if not shutil.which("cmake"):
+            raise RuntimeError("cmake is needed to compile llama.cpp")
+        package = cls.requirements[0]
+        with tempfile.TemporaryDirectory() as folder:
+            options = "--no-deps", "--no-binary", package.split("==")[0], "--dest", folder
+            run_command(sys.executable, *PIP, "download", *options, package)
+            (archive,) = Path(folder).glob("*.tar.gz")
+            with tarfile.open(archive) as opened:
+                opened.extractall(folder, filter="data")
+            (source,) = Path(folder).glob("*/vendor/llama.cpp")
+            build = Path(folder) / "build"
+            run_command("cmake", "-S", source, "-B", build, *(f"-D{name}={v}" for name, v in CMAKE_OPTIONS.items()))
+            run_command("cmake", "--build", build, "--target", "llama-server", "--parallel", os.cpu_count() or 1)
+            shutil.copy(build / "bin" / "llama-server", cls.installed)
 
     @staticmethod
     def convert(weights: Weights, folder: Path, bits: int) -> None:
         """Write model.gguf."""
         writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
         writer.add_context_length(weights.context)
-        writer.add_embedding_length(weights.hidden)
+        writer.add_embedding_length(weights.config["hidden_size"])
         writer.add_block_count(weights.layers)
         writer.add_feed_forward_length(weights.config["intermediate_size"])
         writer.add_rope_dimension_count(weights.rotary)
@@ -69,7 +106,7 @@ class LlamaCpp(Engine):
                 heads = weights.heads if "attn_q" in name else weights.groups
                 halves = weight.reshape(heads, 2, weights.head // 2, *weight.shape[1:])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
-            kind = gguf.GGMLQuantizationType.F32
+            kind = TYPES.F32
             if weight.ndim > 1:  # A matrix whose rows are not whole blocks is stored in 16 bits.
                 block, _ = gguf.GGML_QUANT_SIZES[KINDS[bits]]
                 kind = KINDS[16 if weight.shape[-1] % block else bits]
@@ -82,11 +119,13 @@ class LlamaCpp(Engine):
     def __init__(self, request: LoadRequest) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
-            self.port = unused.getsockname()[1]
+            port = str(unused.getsockname()[1])
+        self.address, self.session = f"http://127.0.0.1:{port}", requests.Session()
+        self.session.trust_env = False  # no proxy
         threads = str(request.threads)
         # fmt: off
         command = [
-            str(SERVER), "--model", f"{request.target}/model.gguf", "--host", "127.0.0.1", "--port", str(self.port),
+            str(self.installed), "--model", f"{request.target}/model.gguf", "--host", "127.0.0.1", "--port", port,
             "--threads", threads, "--threads-batch", threads, "--parallel", str(request.batch),
             "--ctx-size", str(request.batch * request.context), "--cache-ram", "0", "--no-warmup", "--offline",
             "--log-disable",
@@ -111,30 +150,15 @@ class LlamaCpp(Engine):
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        end = time.monotonic() + WAIT
-        while time.monotonic() < end:
-            code = self.process.poll()
-            if code == -signal.SIGSEGV and "--no-repack" not in command:
-                return self.start([*command, "--no-repack"])
-            if code is not None:
-                raise RuntimeError(f"llama-server ended with exit code {code}")
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while (code := process.poll()) is None:
             with suppress(OSError):
-                if self.request("GET", "/health")[0] == 200:
-                    return None
+                if self.session.get(f"{self.address}/health", timeout=WAIT).ok:
+                    return
             time.sleep(0.2)
-        raise RuntimeError("llama-server did not load the model in time")
-
-    def request(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """(status, answer) of a request."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
-        try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, path, content, {"Content-Type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
+        if code != -signal.SIGSEGV or "--no-repack" in command:
+            raise RuntimeError(f"llama-server ended with exit code {code}")
+        self.start([*command, "--no-repack"])
 
     def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt. The times are by the server's own clock: an HTTP request is no part of decoding."""
@@ -149,20 +173,24 @@ class LlamaCpp(Engine):
             "top_k": 0 if request.temperature else 1,
             "seed": request.seed,
         }
-        status, answer = self.request("POST", "/completion", body)
-        if status != 200:
-            raise RuntimeError(f"llama-server answered {status}: {answer}")
+        response = self.session.post(f"{self.address}/completion", json=body, timeout=WAIT)
+        if not response.ok:
+            raise RuntimeError(f"llama-server answered {response.status_code}: {response.text}")
+        answer = response.json()
         first, rest = (answer["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
         tokens = answer["tokens"]
         return tokens, [(first, 1), (first + rest, len(tokens) - 1)]
 
-    def batch(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
+    def write(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
+        if batch == 1:
+            return super().write(requests, batch)
         start = time.perf_counter()
 
-        def write(request: TextRequest) -> Answer:
+        def late(request: TextRequest) -> Answer:
+            """A text whose times count from the start of all."""
             before = time.perf_counter() - start
             tokens, times = self.generate(request)
             return tokens, [(before + seconds, new) for seconds, new in times]
 
         with ThreadPoolExecutor(batch) as pool:
-            return list(pool.map(write, requests))
+            return list(pool.map(late, requests))

@@ -1,0 +1,34 @@
+"""Install the programs that the benchmark can time beside this project: `python -m benchmark.install`.
+
+They go into .peers/ and not into .venv, whose libraries are not changed. One that does not install is left out with a
+line. llama.cpp is compiled, which takes minutes.
+"""
+
+import sys
+
+from benchmark.peers import PeerError
+from methods.programs.program import FOLDER
+from methods.programs.registry import PROGRAMS
+
+
+def main() -> int:
+    """Install all programs, but for those whose versions are installed; returns 1 if none could be installed."""
+    FOLDER.mkdir(exist_ok=True)
+    programs = [program for program in PROGRAMS.values() if program.requirements]
+    failed = 0
+    for program in programs:
+        stamp, wanted = FOLDER / f"{program.name}.txt", "\n".join(program.requirements)
+        if stamp.exists() and stamp.read_text() == wanted:
+            continue
+        print(f"installing {program.name} ...", flush=True)
+        try:
+            program.install()
+            stamp.write_text(wanted)
+        except (RuntimeError, OSError, ValueError) as error:
+            failed += 1
+            print(f"{program.name} is left out: {PeerError(str(error))}", file=sys.stderr)
+    return int(failed == len(programs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""`OtherMethod`: a method that another program computes. `Peer`: one whose program runs in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decoding.rows import Record
+from experiments.speed import Written
+from inputs.devices import available_memory
+from inputs.files import ROOT, gigabytes, new_folder
+from methods.programs.program import FOLDER, SITE, LoadRequest, Program, TextRequest, last_line
+from methods.programs.registry import PROGRAMS
+from utils import Sampling
+
+MODELS = FOLDER / "models"
+WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
+CODE = "import sys; from methods.programs import program; program.main(*sys.argv[1:])"
+REASON = 200  # characters of a reason
+SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
+WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
+COPY = 18 / 32  # bytes of a weight of a 4-bit copy: 32 weights share a scale of 2 bytes
+INT8_ROUNDOFF = 2.0**-6
+
+
+class PeerError(Exception):
+    """Another program failed. Its text is one line that says why."""
+
+    def __init__(self, words: str) -> None:
+        line = " ".join(words.split())
+        super().__init__(line if len(line) <= REASON else line[: REASON - 4] + " ...")
+
+
+class ProgramProcess:
+    """A child process that runs `main` of methods/programs/program.py, with the Python of the program's own environment
+    if there is one. Raises PeerError if the program is not installed.
+
+    Between two messages it and all that it started are stopped, so that no thread of an idle program takes time from
+    the row that is being measured.
+    """
+
+    def __init__(self, program: type[Program]) -> None:
+        if not program.installed.exists():
+            raise PeerError("it is not installed: `make bench-peers` installs it")
+        path = os.pathsep.join(filter(None, [str(SITE), str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        if preloaded := program.preloaded():
+            environment["LD_PRELOAD"] = ":".join(filter(None, [*preloaded, os.environ.get("LD_PRELOAD")]))
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - open as long as the child
+        self.connection, theirs = Pipe()
+        address, end = f"{program.__module__}:{program.__name__}", theirs.fileno()
+        self.process = subprocess.Popen(
+            [str(program.python), "-c", CODE, address, str(end)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self.errors,
+            env=environment | {"PYTHONPATH": path},
+            cwd=ROOT,
+            pass_fds=[end],
+        )
+        theirs.close()
+
+    def ask(self, do: str, *arguments: Any) -> Any:
+        """The answer to a message. Raises PeerError if there is none within WAIT seconds, or if the program fails."""
+        self.signal(signal.SIGCONT)
+        try:
+            self.connection.send((do, arguments))
+            if not self.connection.poll(WAIT):
+                raise PeerError(f"it did not answer within {WAIT:.0f} s")
+            answer, failed = self.connection.recv()
+        except (EOFError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+            self.errors.seek(0)
+            words = f"its process ended with exit code {self.process.poll()}: {last_line(self.errors.read())}"
+            raise PeerError(words) from None
+        if failed is not None:
+            raise PeerError(failed)
+        self.signal(signal.SIGSTOP)
+        return answer
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to all that it started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def close(self) -> None:
+        """End the process and all that it started."""
+        self.signal(signal.SIGKILL)
+        self.process.kill()  # It may not have a group of its own yet.
+        self.process.wait()
+        self.connection.close()
+        self.errors.close()
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model to convert: its folder of safetensors, where converted models go, its size. slot: bytes of a token's keys
+    and values."""
+
+    folder: Path
+    converted: Path
+    parameters: int
+    vocabulary: int
+    slot: int = 0
+
+    def as_stored(self, program: type[Program], stored: float) -> str:
+        """The folder of the model as the program stores it, with `stored` bytes a weight, written now or in an earlier
+        run. Rows that store it alike share it. Raises PeerError if there is too little memory or disk."""
+        bits = int(8 * stored)  # 4 of a copy, without its scales
+        folder = self.converted / f"{program.name}-{bits}"
+        if not folder.exists():
+            check_free("converting", SPACE * WORKING * self.parameters, available_memory("cpu"), "of memory")
+            with closing(ProgramProcess(program)) as process, new_folder(folder) as written:
+                free = shutil.disk_usage(written).free
+                check_free("converting", SPACE * stored * self.parameters, free, "on the disk")
+                process.ask("convert", self.folder, self.vocabulary, written, bits)
+        return str(folder)
+
+
+def check_free(what: str, needed: float, free: float, where: str) -> None:
+    """Raise PeerError if `what` needs more bytes than are free."""
+    if needed > free:
+        raise PeerError(f"{what} needs about {gigabytes(needed)} {where}, and {gigabytes(free)} are free")
+
+
+class OtherMethod:
+    """The method `name` of another program. `failed` says why it is left out; None if it is timed.
+
+    precision: that it computes in, if its row does not say it. batch: the texts that it must be able to decode at once.
+    version, settings: what is recorded of the program. memory: bytes that it takes beside this process.
+    """
+
+    def __init__(self, name: str, precision: str, batch: int = 1) -> None:
+        program, _, kind = name.partition(":")
+        self.program, self.row = PROGRAMS[program], PROGRAMS[program].rows[kind]
+        self.precision, self.batch, self.memory = self.row.precision or precision, batch, 0.0
+        self.failed: str | None = None
+        self.version: str | None = None
+        self.settings: Mapping[str, Any] = {}
+
+    @property
+    def unit_roundoff(self) -> float:
+        exact = self.precision != "int8"
+        return torch.finfo(getattr(torch, self.precision)).eps / 2 if exact else INT8_ROUNDOFF
+
+    def load(
+        self, sources: Mapping[str, Source], gamma: int, context: int, free: float, alpha: float | None = None
+    ) -> None:
+        """Prepare to write texts of up to `context` tokens, prompts included, with at most `free` bytes of memory.
+        alpha: of synthetic acceptance. Raises PeerError."""
+        if self.batch > 1 and not self.program.batches:
+            raise PeerError("it decodes one text at a time here")
+        if alpha is not None and self.row.draft and not self.program.coin:
+            raise PeerError("it cannot accept guesses by a coin")
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], batch: int = 1
+    ) -> Written:
+        """`count` new tokens after each prompt, `batch` texts at once: the next prompt starts when a text ends. Each
+        text has its own seed. Raises PeerError if the program fails."""
+        raise NotImplementedError
+
+    def fail(self, error: Exception) -> None:
+        """Leave the method out from now on."""
+        self.failed = str(PeerError(str(error)))
+        self.close()
+
+    def close(self) -> None:
+        """End what it started."""
+
+
+class Peer(OtherMethod):
+    """A method of a program that runs in a process of its own. dtype: of the run."""
+
+    def __init__(self, name: str, dtype: str, batch: int = 1) -> None:
+        super().__init__(name, "float32" if dtype == "float16" else dtype, batch)
+        self.stored = self.row.stored or getattr(torch, self.precision).itemsize
+        self.process: ProgramProcess | None = None
+
+    def load(
+        self, sources: Mapping[str, Source], gamma: int, context: int, free: float, alpha: float | None = None
+    ) -> None:
+        super().load(sources, gamma, context, free, alpha)
+        drafts, target = self.row.draft, sources["target"]
+        models = {"target": (target, self.stored)}
+        if drafts and drafts != "lookup":
+            models["draft"] = sources[drafts], COPY if drafts == "target" else self.stored
+        folders = {role: source.as_stored(self.program, stored) for role, (source, stored) in models.items()}
+        needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
+        needed += target.slot * context * self.batch
+        check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
+        request = LoadRequest(
+            target=folders["target"],
+            draft=folders.get("draft"),
+            precision=self.precision,
+            threads=torch.get_num_threads(),
+            gamma=gamma,
+            context=context,
+            alpha=alpha if drafts else None,
+            lookup=drafts == "lookup",
+            batch=self.batch,
+        )
+        self.process = ProgramProcess(self.program)
+        self.version, self.settings = self.process.ask("load", request)
+        self.memory = needed
+
+    def write(
+        self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], batch: int = 1
+    ) -> Written:
+        assert self.process is not None
+        requests = [  # The programs take no seeds of more bits.
+            TextRequest(prompt, count, sampling.temperature, sampling.top_p, seed % (1 << 32))
+            for prompt, seed in zip(prompts, seeds)
+        ]
+        texts, records = [], []
+        for part in [requests] if batch > 1 else [[request] for request in requests]:
+            for tokens, times in self.process.ask("write", part, batch):
+                record = Record()
+                for seconds, new in times:
+                    if new:
+                        record.add(seconds, new, 0, 0)
+                if not len(tokens) == record.tokens == count:
+                    raise PeerError(f"it wrote {len(tokens)} tokens, and {count} were requested")
+                texts.append(tokens)
+                records.append(record)
+        return texts, records
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.close()
+        self.process, self.memory = None, 0.0
