@@ -16,21 +16,19 @@ from textwrap import fill, wrap
 from typing import cast
 
 from experiments.flags import parser
-from experiments.intervals import speedup, summarize
-from experiments.schema import CostsLine, GreedyLine, Run, SpeedLine, TextPerplexityLine, of_kind
-from experiments.sweep import predict
+from experiments.intervals import speedup
+from experiments.schema import Run, SpeedLine, TextPerplexityLine, of_kind
 from inputs.commandLine import visible
 from inputs.files import ROOT
 from methods.catalogue import METHODS
 from playback.trace import summary
 from report.losslessReport import verdict
 from report.results import Results, pieces_of_run
-from report.runTables import swept_texts
-from report.sources import POST, POST_FIGURES, SPEED_UP, text_table
-from report.tables import Cell, Measured, Table, markdown, median, name_of, notation, span
+from report.sources import SPEED_UP, text_table
+from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
 from scripts.keepRecord import Records, command_of, differing, source
-from utils import Sampling, UserError
+from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs of `python -m benchmark`
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
@@ -166,19 +164,6 @@ def in_short(records: Records) -> str:
     return markdown(table)
 
 
-def post(records: Records) -> str:
-    """Clay's figures of SmolLM2 beside those of the same draft-length rules on the bundled pair."""
-    run, lines = records["compare"]
-    rows, table = {row["method"]: row for row in summarize(of_kind(lines, SpeedLine))}, Table("", ["", *POST_FIGURES])
-    for name, figures in POST.items():
-        row = rows[name]
-        speeds = map(span, (rows["target"]["throughput"], row["throughput"], row["speedup"]))
-        shares = [Measured(row["accepted"] / row["drafted"], digits=2), Measured(row["alpha"], digits=2)]
-        table.add(f"`{name}`, the post", *figures)
-        table.add(f"`{name}`, here", *speeds, median(row["tokens_per_round"]), *shares)
-    return f"{markdown(table)}\n\n{source(run, lines)}"
-
-
 def row_ratio(name: str, method: str, baseline: str, records: Records) -> str:
     """The throughput of a row of a record over that of another."""
     return str(span(speedup(of_kind(records[name][1], SpeedLine), method, baseline)))
@@ -190,19 +175,11 @@ def overall(name: str, records: Records) -> str:
     return "\n".join([*table[:2], *dropwhile(lambda row: not row.startswith("| overall"), table[2:])])
 
 
-def draft_cost(records: Records) -> str:
-    """c of the sweep, at the usual temperature."""
-    _, lines = records["sweep"]
-    costs = next(cost for cost in of_kind(lines, CostsLine) if cost["temperature"] == Sampling().temperature)
-    return f"{predict(swept_texts(lines, costs), costs)['c']:.3f}"
-
-
-def greedy_differ(records: Records) -> str:
-    """How many greedy texts in a 16-bit dtype differ from plain decoding's."""
-    lines = of_kind(records["lossless"][1], GreedyLine)
-    short = [m for m in lines if m["dtype"] != "float32" and m["method"] != "target"]
-    differing, texts = sum(m["differing"] for m in short), sum(m["texts"] for m in short)
-    return f"{differing:,} of {texts:,} in {short[0]['dtype']} ({differing / texts:.0%})"
+def quoted(block: str, pattern: str, records: Records) -> str:
+    """What the group of a pattern matches in another block."""
+    if not (found := re.search(pattern, " ".join(BLOCKS[block](records).split()))):
+        raise UserError(f"block {block} has nothing like {pattern!r}")
+    return found[1]
 
 
 def records_table(records: Records) -> str:
@@ -299,6 +276,8 @@ def architectures(records: Records) -> str:
 
 
 OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms | speed-up"
+IN_POST = "target alone|fixed|target confidence"
+OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
@@ -315,7 +294,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
-    "sweep-c": draft_cost,
+    "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
     "overall-head": partial(overall, "categories-head"),
@@ -324,7 +303,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
-    "greedy-differ": greedy_differ,
+    "greedy-differ": partial(quoted, "lossless-verdict", r"(in bfloat16 \d[^)]*\))"),
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
@@ -339,7 +318,9 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,
-    "reproduction-post": post,
+    "reproduction-post": partial(
+        printed, "compare", "Speed:", columns=OF_POST, rows="target alone|fixed|target confidence"
+    ),
     "reproduction-article": partial(printed, "diversity", "Div", rows="naive|contrastive|article.*", notes=True),
     "reproduction-article-times": partial(printed, "sweep", OF_GAMMA + "1.0", columns="gamma | tokens/s | speed-up"),
 }

@@ -23,14 +23,15 @@ from pathlib import Path
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.schema import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.schema import EndLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file
 from inputs.models import find_model
 from inputs.texts import find_texts
-from report import losslessReport, sources
+from report import sources
+from report.losslessReport import exit_code
 from report.results import Results, heading, pieces_of_run
 from report.tables import Cell, Measured, Table, markdown, span
 from scripts.keepRecord import command_without_places, differing, source, without_places
@@ -55,10 +56,6 @@ NO_CACHE = {"target": "noCache", "speculative": "speculativeNoCache"}  # {role i
 CACHED = {"draft": "draft", "target": "target", "speculative": "speculative"}
 
 
-# Measured figures beside the course report's, {title of their column: (timed texts, {role in the report: row})}.
-Beside = Mapping[str, tuple[Sequence[TimedText], Mapping[str, str]]]
-
-
 def read_plan(argv: Sequence[str] | None) -> Namespace:
     """What to measure, by the flags. Raises UserError for flags that test.py would reject."""
     parser = script_parser("python -m scripts.courseReport", __doc__)
@@ -80,8 +77,6 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
         find_texts(name)
     plan.out.mkdir(parents=True, exist_ok=True)
     plan.steps = list(steps(plan))
-    for _, command in plan.steps:
-        parse([*command, "--out", str(plan.out)])
     return plan
 
 
@@ -122,11 +117,8 @@ def test_py(words: Sequence[str]) -> int:
 
 def finished_runs(plan: Namespace) -> list[tuple[str, Run | None]]:
     """(title, the newest finished run by its command, or None) of each step."""
-    by_command = {
-        command_without_places(shlex.split(run["command"])): (run, lines)
-        for run, lines in Results(plan.out).runs()
-        if of_kind(lines, EndLine)
-    }
+    finished = [run for run in Results(plan.out).runs() if of_kind(run[1], EndLine)]
+    by_command = {command_without_places(shlex.split(run[0]["command"])): run for run in finished}
     return [(title, by_command.get(command_without_places(command))) for title, command in plan.steps]
 
 
@@ -157,8 +149,7 @@ def make_report(argv: Sequence[str] | None) -> int:
     print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
     if failed := [title for title, run in runs if not run]:
         print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
-    lossless = all(losslessReport.verdict(run[1])[0] for _, run in runs if run and of_kind(run[1], LosslessLine))
-    return 0 if lossless and not failed and not any(codes) else 1
+    return int(bool(failed) or any(codes) or any(exit_code(run[1]) for _, run in runs if run))
 
 
 def page(runs: Sequence[tuple[str, Run | None]]) -> str:
@@ -199,8 +190,9 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
     return "\n\n".join(pieces) + "\n"
 
 
-def speeds_beside(columns: Beside) -> Table:
-    """The speeds of the course report, and beside them the columns. What was not measured is an empty cell."""
+def speeds_beside(columns: Mapping[str, tuple[Sequence[TimedText], Mapping[str, str]]]) -> Table:
+    """The speeds of the course report, and beside them {title of a column: (timed texts, {role in the report: row})}.
+    What was not measured is an empty cell."""
     table = Table("", ["figure", "the report, group one: best of several runs", "group two: typical", *columns])
     measured = [beside_report(*column) for column in columns.values()]
     for figure, *cells in zip(sources.REPORT_SPEED, *measured):

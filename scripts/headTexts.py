@@ -150,7 +150,7 @@ class TextWriter:
 def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of a chat template before the user's first turn, between a turn of the user and the answer, and between
     an answer and the user's next turn. Raises UserError for a template that cannot be cut so."""
-    turns = [("user", "11111"), ("assistant", "22222"), ("user", "33333")]
+    turns = ("user", "11111"), ("assistant", "22222"), ("user", "33333")
     chat = [{"role": role, "content": content} for role, content in turns]
     # A template is a program. It may do anything but what its sandbox forbids.
     with library_errors("the chat template cannot be cut into its turns", "name another target"):
@@ -233,8 +233,8 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
     missing are computed first, until `args.written` tokens or this time. Part 0 is held out."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     metadata = {"about": json.dumps(about)}
-    bytes_of_token = 2 * len(LAYERS["three"]) * target.model.config.get_text_config().hidden_size
-    bytes_of_token += 4 + 4 + 1 + 12  # states, and tokens, text, drawn, sums
+    # states, and tokens, text, drawn, sums
+    bytes_of_token = 2 * len(LAYERS["three"]) * target.model.config.get_text_config().hidden_size + 4 + 4 + 1 + 12
     args.data.mkdir(parents=True, exist_ok=True)
     parts: list[Part] = []
     writer: TextWriter | None = None

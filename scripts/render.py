@@ -51,37 +51,33 @@ def documents(root: Path) -> list[Path]:
     return [*sorted(root.glob("[CR]*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
-def rendered(text: str, records: Records) -> tuple[str, list[tuple[int, str]], list[tuple[int, str]]]:
-    """(the text with its blocks rendered, its errors, what else differs), of both the line and what it is."""
-    errors: list[tuple[int, str]] = []
-    stale: list[tuple[int, str]] = []
+def rendered(text: str, records: Records) -> tuple[str, list[str], list[str]]:
+    """(the text with its blocks rendered, its errors, what else differs)."""
+    errors: list[str] = []
+    stale: list[str] = []
 
     def render_block(block: re.Match[str]) -> str:
-        name, old, line = block["name"], block["content"], text.count("\n", 0, block.start()) + 1
+        name, old = block["name"], block["content"]
         begins_line = block.start() == 0 or text[block.start() - 1] == "\n"
         of_lines = begins_line and old.startswith("\n")
         if begins_line and not of_lines:
-            errors.append((line, f"block {name} of words begins its line: Markdown takes such a line as HTML"))
+            errors.append(f"block {name} of words begins its line: Markdown takes such a line as HTML")
         try:
             if name not in BLOCKS:
                 raise UserError("there is no renderer of this name")
             new = BLOCKS[name](records)
         except UserError as error:
-            errors.append((line, f"block {name}: {error}"))
+            errors.append(f"block {name}: {error}")
             return block[0]
         new = f"\n{new}\n" if of_lines else new
         if new != old:
-            stale.append((line, f"block {name} {'differs from its record' if old.strip() else 'is empty'}"))
+            stale.append(f"block {name} {'differs from its record' if old.strip() else 'is empty'}")
         return f"<!-- begin {name} -->{new}<!-- end {name} -->"
 
     result = BLOCK.sub(render_block, text)
-    whole = {place for block in BLOCK.finditer(text) for place in (block.start(), block.end("content"))}
-    for mark in (mark for mark in MARK.finditer(text) if mark.start() not in whole):
-        lacks = "has no end" if mark[1] == "begin" else "has no beginning"
-        errors.append((text.count("\n", 0, mark.start()) + 1, f"block {mark[2]} {lacks}"))
-    for fence in FENCE.finditer(text):
-        if not fence[2].strip():
-            stale.append((text.count("\n", 0, fence.start()) + 1, "an empty code block"))
+    for mark in MARK.finditer(BLOCK.sub("", text)):
+        errors.append(f"block {mark[2]} has no {'end' if mark[1] == 'begin' else 'beginning'}")
+    stale += ["an empty code block" for fence in FENCE.finditer(text) if not fence[2].strip()]
     return result, errors, stale
 
 
@@ -125,8 +121,8 @@ def render(root: Path, check: bool) -> int:
         text, errors, stale = rendered(old, records)
         name = path.relative_to(root)
         if errors and not check:
-            raise UserError("{}:{}: {}".format(name, *min(errors)))
-        faults += [f"{name}:{line}: {words}" for line, words in sorted(errors + stale)]
+            raise UserError(f"{name}: {errors[0]}")
+        faults += [f"{name}: {words}" for words in errors + stale]
         changed |= {path: text} if text != old else {}
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:

@@ -35,7 +35,7 @@ from inputs.models import find_model
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
 from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, read_documents, read_passages, windows
-from scripts.training import Recipe, Trainer, rejection_loss
+from scripts.training import Recipe, Trainer, chain_loss
 from utils import UserError
 
 VOCABULARY = 4096
@@ -43,22 +43,14 @@ END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 2048  # tokens a trained model can read
 HEAD = 32  # width of an attention head
 MIXED = (256, 256, 1024, CONTEXT)  # row lengths
-SHORT = (*[256] * 8, 1024)
 
 # {name: (layers, width, the model whose distribution it learns or None for the text, stages)}. models/README.md says
 # what each stage is for.
 MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
-    "target": (12, 192, None, [
-        Recipe(12_600_000, lengths=MIXED),
-        Recipe(4_000_000, lengths=MIXED, peak=0.3),
-        Recipe(10_200_000, lengths=MIXED),
-    ]),
+    "target": (12, 192, None, [Recipe(26_800_000, lengths=MIXED)]),
     "draft": (1, 128, "target", [
         Recipe(7_000_000, lengths=MIXED),
-        Recipe(12_288_000, lengths=(256, 256, 1024), acceptance=True, peak=0.5),
-        Recipe(21_356_544, lengths=(1024, 256, 1024, 256, 1024), acceptance=True, peak=0.5),
-        Recipe(8_367_496, lengths=SHORT, acceptance=True, peak=0.45),
-        Recipe(30_287_896, lengths=SHORT, acceptance=True, peak=0.8),
+        Recipe(72_299_940, lengths=(256, 256, 1024), acceptance=True),
     ]),
     "mid": (4, 160, "target", [Recipe(4_000_000, lengths=MIXED)]),
 }  # fmt: skip
@@ -68,8 +60,7 @@ def new_model(layers: int, width: int) -> nn.Module:
     """A GPT-NeoX model with random weights."""
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
     sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": CONTEXT}
-    ids = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, **ids))
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0))
 
 
 def stage_loss(
@@ -82,13 +73,17 @@ def stage_loss(
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         network, device = trainer.network, next(trainer.network.parameters()).device
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            if output:
-                batch = windows(parts, rows, length, (seed, trainer.step), output.weight)
+        autocast = torch.autocast(device.type, dtype=torch.bfloat16)
+        if output:
+            batch = windows(parts, rows, length, (seed, trainer.step), output.weight)
+            with autocast:
                 logits = network(batch.tokens, use_cache=False).logits.flatten(0, 1)
-                return rejection_loss(logits, batch.last.flatten(0, 1), batch.sums.flatten(0, 1), output)
-            starts = np.random.default_rng((seed, trainer.step)).integers(len(tokens) - length, size=(rows, 1))
-            read = tokens[starts + np.arange(length + 1)].to(device)
+            labels = batch.last.flatten(0, 1), batch.sums.flatten(0, 1)
+            mean = torch.full((1, len(logits)), 1 / len(logits), device=device)
+            return chain_loss(logits[None], *labels, mean, output, finishing=True)
+        starts = np.random.default_rng((seed, trainer.step)).integers(len(tokens) - length, size=(rows, 1))
+        read = tokens[starts + np.arange(length + 1)].to(device)
+        with autocast:
             logits, targets = network(read[:, :-1], use_cache=False).logits.flatten(0, 1), read[:, 1:].flatten()
             if teacher:
                 with torch.no_grad():
@@ -107,7 +102,7 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     minutes = "at most this long for each stage, and for the texts"
     add("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
     add("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
-    add("--stage", type=whole(1, 5), default=1, help="start at this stage, from the weights in --out")
+    add("--stage", type=whole(1, 2), default=1, help="start at this stage, from the weights in --out")
     add("--out", type=path, default=ROOT / "models")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
@@ -135,11 +130,7 @@ def train_bundled(args: Namespace) -> None:
     folder = args.out / "bundled-target"
     if not (folder / "tokenizer.json").exists():
         bpe, ends = ByteLevelBPETokenizer(), {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
-        options = {
-            "vocab_size": VOCABULARY,
-            "min_frequency": 0,
-            "special_tokens": [END_OF_TEXT],
-        }  # The last is entry 0.
+        options = {"vocab_size": VOCABULARY, "min_frequency": 0, "special_tokens": [END_OF_TEXT]}
         bpe.train_from_iterator(sorted(set(documents)), show_progress=False, **options)
         trained = Tokenizer.from_str(bpe.to_str())
         PreTrainedTokenizerFast(tokenizer_object=trained, model_max_length=CONTEXT, **ends).save_pretrained(folder)

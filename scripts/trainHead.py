@@ -3,13 +3,10 @@
     python -m scripts.trainHead bundled-target models/my-head --texts books/ wiki.valid.tokens:8 --hours 0.5
     python -m scripts.trainHead SmolLM2-135M-Instruct models/my-head --texts books/ --hours 4 --draftVocab 8192
 
-The target first writes the texts to train on and reads them (scripts/headTexts.py); the hidden states that the head
-needs are kept on disk. Last, the head is trained on them.
-
-Everything is kept in OUT. If the script is stopped, the same command continues where it stopped. The head in OUT can be
-used as soon as it exists. At the end OUT/head-TARGET.json holds the acceptance on text that is not trained on, over
-the tokens trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord
-head-TARGET --from OUT` keeps it for the documentation.
+The target writes the texts to train on and reads them (scripts/headTexts.py). All is kept in OUT, and the same command
+continues where one stopped. OUT/head-TARGET.json has the acceptance on text that is not trained on, over the tokens
+trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord head-TARGET --from
+OUT` keeps it for the documentation.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ from utils import Sampling, UserError, least_kept, probabilities
 
 GAMMA = 4  # guesses of a round that a head is trained and measured for
 LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature of a head comes from
-LOG_LINES = 20  # of a training
-CHECKPOINT_EVERY = 120.0  # seconds
+LOG_LINES = 20  # of a training, each with a checkpoint
 PROGRESS = "step", "seconds", "history", "losses"  # what a checkpoint has of a training, beside weights and optimizers
 MUON_RATE = 0.02  # the highest
 WARM_UP, HEAD_START = 0.02, 1e-4  # share of a training over which the rates rise, and by which they are ahead
@@ -61,7 +60,6 @@ class Recipe:
 
     # Muon trains matrices, AdamW all other weights and both embeddings. The rates rise, then fall to zero on a cosine.
     adam_rate: float = 3e-3  # the highest
-    peak: float = 1.0  # multiplies it and Muon's
     weight_decay: float = 0.0  # of matrices
 
     # A head only.
@@ -73,31 +71,24 @@ class Recipe:
     feature_loss: bool = False  # also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2)
 
 
+@dataclass
 class Trainer:
-    """Trains the weights of `network` that require a gradient. label: its name in the log.
+    """Trains the weights of `network` that require a gradient."""
 
-    loss(trainer, rows, length): of the next step, on `rows` rows of `length` tokens; its value is logged, with what
-    measure(trainer) returns. checkpoint: a file that is written every CHECKPOINT_EVERY seconds, from which `train`
-    resumes. about: what it must have in common with this training.
-    """
+    recipe: Recipe
+    network: nn.Module
+    label: str  # in the log
+    loss: Callable[[Trainer, int, int], Tensor]  # of the next step, on so many rows of so many tokens
+    measure: Callable[[Trainer], dict[str, Any]] = lambda trainer: {}  # more figures for the log
+    checkpoint: Path | None = None  # a file, written with each line of the log, from which `train` resumes
+    about: Mapping[str, Any] | None = None  # what a checkpoint must have in common with this training
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        network: nn.Module,
-        label: str,
-        loss: Callable[[Trainer, int, int], Tensor],
-        measure: Callable[[Trainer], dict[str, Any]] = lambda trainer: {},
-        checkpoint: Path | None = None,
-        about: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.recipe, self.network, self.label, self.loss, self.measure = recipe, network, label, loss, measure
-        self.checkpoint, self.about = checkpoint, about
-        self.weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
+    def __post_init__(self) -> None:
+        self.weights = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         matrices = {n: p for n, p in self.weights.items() if p.ndim == 2 and not re.search("embed|lm_head", n)}
-        others = [weight for name, weight in self.weights.items() if name not in matrices]
+        others, decay = [p for n, p in self.weights.items() if n not in matrices], self.recipe.weight_decay
         self.optimizers = [
-            torch.optim.Muon([*matrices.values()], lr=0.0, weight_decay=recipe.weight_decay, adjust_lr_fn="original"),
+            torch.optim.Muon([*matrices.values()], lr=0.0, weight_decay=decay, adjust_lr_fn="original"),
             torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.step, self.seconds = 0, 0.0
@@ -111,21 +102,25 @@ class Trainer:
 
     def train(self) -> None:
         """Train to the end, from a checkpoint if there is one. Raises UserError if that is broken or another's."""
-        if self.checkpoint and self.checkpoint.exists():
-            self.resume(self.checkpoint)
-        saved = time.monotonic()
+        if (file := self.checkpoint) and file.exists():
+            with library_errors(f"{file} cannot be read", "remove it to train anew"):
+                state = torch.load(file, map_location=next(iter(self.weights.values())).device, weights_only=True)
+                if state["about"] != self.about:
+                    other = f"{file.parent} holds a training with other flags"
+                    raise UserError(f"{other}; name another OUT, or remove {file}")
+                self.network.load_state_dict(state["weights"], strict=False)
+                for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
+                    optimizer.load_state_dict(earlier)
+                for name in PROGRESS:
+                    setattr(self, name, state[name])
         with Bar(f"{self.label} is trained", 100, " %") as bar:
             while (share := self.share) < 1:
                 self.one_step()
                 bar.update(int(100 * min(1.0, self.share)) - bar.done)
-                if log := int(LOG_LINES * share) != int(LOG_LINES * self.share):
+                if int(LOG_LINES * share) != int(LOG_LINES * self.share):
                     self.log()
-                if log or time.monotonic() - saved > CHECKPOINT_EVERY:
-                    self.save()
-                    saved = time.monotonic()
         if not self.history or self.history[-1]["step"] != self.step:  # A checkpoint was already beyond the end.
             self.log()
-            self.save()
 
     def one_step(self) -> None:
         recipe, share, begin = self.recipe, self.share, time.monotonic()
@@ -135,7 +130,7 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.weights.values(), CLIP)
         factor = min((share + HEAD_START) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
         for optimizer, rate in zip(self.optimizers, (MUON_RATE, recipe.adam_rate)):
-            optimizer.param_groups[0]["lr"] = rate * recipe.peak * factor
+            optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad()
         self.losses.append(loss.item())
@@ -143,16 +138,12 @@ class Trainer:
         self.seconds += time.monotonic() - begin
 
     def log(self) -> None:
-        """Add a line to `history`, and show it."""
-        tokens = self.step * self.recipe.batch
-        line = {"step": self.step, "tokens": tokens, "seconds": round(self.seconds, 1)}
+        """Add a line to `history`, show it, and write the checkpoint, in one step, so that it is never incomplete."""
+        line = {"step": self.step, "tokens": self.step * self.recipe.batch, "seconds": round(self.seconds, 1)}
         line |= {"memory": psutil.Process().memory_info().rss, "loss": float(np.mean(self.losses[-100:]))}
         self.history.append(line | self.measure(self))
         figures = ", ".join(f"{name} {np.round(value, 4)}" for name, value in self.history[-1].items())
         print(f"{self.label}: {figures}", file=sys.stderr, flush=True)
-
-    def save(self) -> None:
-        """Write the checkpoint in one step, so that it is never incomplete."""
         if self.checkpoint:
             state = {name: getattr(self, name) for name in PROGRESS} | {"about": self.about}
             state |= {"weights": {name: p.detach() for name, p in self.weights.items()}}
@@ -160,17 +151,6 @@ class Trainer:
             temporary = self.checkpoint.with_name(f".{self.checkpoint.name}")
             torch.save(state, temporary)
             os.replace(temporary, self.checkpoint)
-
-    def resume(self, file: Path) -> None:
-        with library_errors(f"{file} cannot be read", "remove it to train anew"):
-            state = torch.load(file, map_location=next(iter(self.weights.values())).device, weights_only=True)
-            if state["about"] != self.about:
-                raise UserError(f"{file.parent} holds a training with other flags; name another OUT, or remove {file}")
-            self.network.load_state_dict(state["weights"], strict=False)
-            for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
-                optimizer.load_state_dict(earlier)
-            for name in PROGRESS:
-                setattr(self, name, state[name])
 
 
 def at_a_time(device: torch.device) -> int:
@@ -264,37 +244,26 @@ def cross_entropy(logits: Tensor, plain: Tensor) -> Pair:
     return loss, log_q.exp_().mul_(plain.sum(-1, keepdim=True)).sub_(plain)
 
 
-def rejection_loss(logits: Tensor, last: Tensor, sums: Tensor, output: RestrictedHead) -> Tensor:
-    """The mean of `rejection` over all places of `logits[N, V]`, with its gradient.
-
-    last `[N, d]`, sums `[N, 3]`: of the target, whose output layer is `output`.
-    """
-
-    def of_part(logits_of_part: Tensor, part: slice) -> Pair:
-        wanted = distributions(output_logits(output, last[part]), sums[part])
-        loss, gradient = rejection(logits_of_part.float(), *wanted)
-        return loss.sum() / len(logits), gradient / len(logits)
-
-    return in_parts(logits, of_part)
-
-
 def chain_loss(
     hidden: Tensor, last: Tensor, sums: Tensor, weights: Tensor, output: RestrictedHead, finishing: bool
 ) -> Tensor:
-    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`.
+    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`, or by a draft's
+    own logits `[1, N, V]`.
 
-    last `[N, d]`, sums `[N, 3]`: of the target. weights `[steps, N]`: of each place's loss, which is `cross_entropy`,
-    or in the end `rejection`.
+    last `[N, d]`, sums `[N, 3]`: of the target, whose output layer is `output`. weights `[steps, N]`: of each place's
+    loss, which is `cross_entropy`, or in the end `rejection`.
     """
+    are_logits = hidden.shape[-1] != last.shape[-1]
 
     def of_part(states: Tensor, part: slice) -> Pair:
         plain, drawn = distributions(output_logits(output, last[part]), sums[part])
-        total, gradients = states.new_zeros(()), []
+        total, gradients = states.new_zeros((), dtype=torch.float32), []
         for x, weight in zip(states, weights[:, part, None]):
-            logits = output_logits(output, x)
+            logits = x.float() if are_logits else output_logits(output, x)
             loss, gradient = rejection(logits, plain, drawn) if finishing else cross_entropy(logits, plain)
             total += (loss * weight).sum()
-            gradients.append((gradient * weight).to(output.weight.dtype) @ output.weight)
+            by_logits = gradient * weight
+            gradients.append(by_logits if are_logits else by_logits.to(output.weight.dtype) @ output.weight)
         return total, torch.stack(gradients)
 
     return in_parts(hidden, of_part)

@@ -4,8 +4,6 @@ import io
 import re
 import shlex
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import ROOT, few_mistakes
 from localHub import Repository
@@ -29,7 +27,7 @@ LOCAL = ("bundled-target", "bundled-draft", "--data", "sample")
 
 def parquet(texts):
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), buffer)
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(buffer)
     return buffer.getvalue()
 
 
@@ -41,10 +39,8 @@ def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.url)
     for name, folder in ((TARGET, "target"), (MID, "target"), (DRAFT, "draft")):
         hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
-    lines = [
-        " = Harbour = \n",
-        *(" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)),
-    ]
+    lines = [" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)]
+    lines.insert(0, " = Harbour = \n")
     hub.datasets["Salesforce/wikitext"] = Repository({"wikitext-2-raw-v1/test-00000-of-00001.parquet": parquet(lines)})
     books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n" * 5 for i in range(3)]
     hub.datasets["emozilla/pg19"] = Repository({"data/test-00000-of-00001.parquet": parquet(books)})
@@ -58,10 +54,8 @@ def run(folder, *more):
 def tables_of(page, heading):
     """The tables of a section: lists of rows, which are lists of cells."""
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
-    blocks = re.findall(r"(?:^\|.*\n?)+", section, re.M)
-    return [
-        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()] for block in blocks
-    ]
+    blocks = [block.splitlines() for block in re.findall(r"(?:^\|.*\n?)+", section, re.M)]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block] for block in blocks]
 
 
 def finished(words):

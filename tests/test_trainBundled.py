@@ -15,8 +15,8 @@ from utils import probabilities
 def test_a_short_training_writes_models_that_load(tmp_path, monkeypatch, text_file, capsys):
     make_small(monkeypatch)
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
-    target = [Recipe(), Recipe(peak=0.3, lengths=MIXED)]
-    draft = [Recipe(), Recipe(peak=0.3, lengths=(80, 512), acceptance=True)]
+    target = [Recipe(), Recipe(lengths=MIXED)]
+    draft = [Recipe(), Recipe(lengths=(80, 512), acceptance=True)]
     models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
     texts = f"--texts {DATASETS / 'sample/articles.raw'} {DATASETS / 'sample'} --heldout {text_file}"
