@@ -96,7 +96,7 @@ def lossless_verdict(records: Records) -> str:
     return "\n".join(["```text", f"$ {command_of(run)}", *text, "```"])
 
 
-def chat(records: Records) -> str:
+def conversation(records: Records) -> str:
     """A conversation round by round: accepted guesses are bold, rejected ones struck out."""
     (record, _), paragraphs = records["chat"], []
     for turn in record["turns"]:
@@ -287,7 +287,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "flags": flags_tables,
     "records": records_table,
     "results": excerpt,
-    "chat": chat,
+    "chat": conversation,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},

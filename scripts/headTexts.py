@@ -289,7 +289,7 @@ def batch_of(places: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBat
     return TextBatch(*(torch.stack(column).to(output.device) for column in zip(*rows)))
 
 
-def windows(parts: Sequence[Part], rows: int, length: int, seed: Sequence[int], output: Tensor) -> TextBatch:
+def random_windows(parts: Sequence[Part], rows: int, length: int, seed: Sequence[int], output: Tensor) -> TextBatch:
     """`rows` windows of `length` tokens from any place of the texts, drawn from a seed. output: see `batch_of`."""
     places = np.array([max(0, len(part["tokens"]) - length + 1) for part in parts])
     if not places.sum():

@@ -99,7 +99,7 @@ def picture_fault(picture: str, records: Records) -> str:
         return f"has no record: {error}"
 
 
-def draw(picture: str, records: Records) -> None:
+def draw_picture(picture: str, records: Records) -> None:
     """Draw a picture of its record, whose digest is kept in the file."""
     path, (record, lines), digest = records.root / picture, records[PICTURES[picture]], digest_of(picture, records)
     if path.suffix == ".gif":
@@ -132,7 +132,7 @@ def render(root: Path, check: bool) -> int:
     for path, text in changed.items():
         replace_file(path, text)
     for picture in pictures:
-        draw(picture, records)
+        draw_picture(picture, records)
     written = [*(str(path.relative_to(root)) for path in changed), *pictures]
     print(*[f"Written: {name}" for name in written] or ["Nothing has changed."], sep="\n")
     return 0

@@ -34,7 +34,7 @@ from inputs.files import ROOT
 from inputs.models import find_model
 from inputs.texts import read
 from PPL import calculate_ppl_corpus
-from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, read_documents, read_passages, windows
+from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, random_windows, read_documents, read_passages
 from scripts.training import Recipe, Trainer, chain_loss
 from utils import UserError
 
@@ -56,13 +56,6 @@ MODELS: dict[str, tuple[int, int, str | None, list[Recipe]]] = {
 }  # fmt: skip
 
 
-def new_model(layers: int, width: int) -> nn.Module:
-    """A GPT-NeoX model with random weights."""
-    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
-    sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": CONTEXT}
-    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0))
-
-
 def stage_loss(
     tokens: Tensor, seed: int, teacher: CachedModel | None = None, parts: Sequence[Part] = ()
 ) -> Callable[[Trainer, int, int], Tensor]:
@@ -75,7 +68,7 @@ def stage_loss(
         network, device = trainer.network, next(trainer.network.parameters()).device
         autocast = torch.autocast(device.type, dtype=torch.bfloat16)
         if output:
-            batch = windows(parts, rows, length, (seed, trainer.step), output.weight)
+            batch = random_windows(parts, rows, length, (seed, trainer.step), output.weight)
             with autocast:
                 logits = network(batch.tokens, use_cache=False).logits.flatten(0, 1)
             labels = batch.last.flatten(0, 1), batch.sums.flatten(0, 1)
@@ -154,18 +147,21 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
     (layers, width, learnt, stages), folder = MODELS[name], args.out / f"bundled-{name}"
     torch.manual_seed(args.seed)
     load = partial(GPTNeoXForCausalLM.from_pretrained, dtype=torch.float32, local_files_only=True)
-    model = new_model(layers, width) if args.stage == 1 else load(folder)
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
+    sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": CONTEXT}
+    config = GPTNeoXConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
+    model = GPTNeoXForCausalLM(config) if args.stage == 1 else load(folder)
     source = args.out / f"bundled-{learnt}"
     teacher = CachedModel(load(source).eval().to(args.device), name=source.name) if learnt else None
-    parts: list[Part] = []
     with tempfile.TemporaryDirectory(prefix=".texts", dir=args.out) as data:
         for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
-            if recipe.acceptance and teacher and not parts:
+            parts: list[Part] = []
+            if recipe.acceptance and teacher:
                 about = {"folder": source, "data": Path(data), "passages": read_passages(args.texts), "questions": []}
                 about |= {"written": min(WRITTEN, args.tokens or WRITTEN)}
                 parts = prepare_parts(Namespace(**vars(args) | about), teacher, 60 * args.minutes)
             recipe = replace(recipe, tokens=min(recipe.tokens, args.tokens or recipe.tokens), seconds=60 * args.minutes)
-            loss_of = stage_loss(tokens, args.seed + stage - 1, teacher, parts[1:] if recipe.acceptance else ())
+            loss_of = stage_loss(tokens, args.seed + stage - 1, teacher, parts[1:])
             trainer = Trainer(recipe, model.to(args.device).train(), f"bundled-{name}, stage {stage}", loss_of)
             trainer.train()
             size, last = sum(p.numel() for p in model.parameters()), trainer.history[-1]

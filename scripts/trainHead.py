@@ -221,7 +221,7 @@ def head_trainer(
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
         that the target rejects. The feature loss is not in its value."""
         finishing = trainer.share >= 1 - recipe.finish
-        batch = headTexts.windows(parts[1:], rows, length, (args.seed, trainer.step), output.weight)
+        batch = headTexts.random_windows(parts[1:], rows, length, (args.seed, trainer.step), output.weight)
         steps = 1 if recipe.kind == "head" and trainer.share < recipe.opening else recipe.unroll
         with torch.autocast(target.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, steps).float()
