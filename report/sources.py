@@ -1,5 +1,5 @@
-"""The figures that the sources print (the course report, a post on SmolLM2, an article on contrastive decoding), and
-the tables in which perplexity and diversity stand beside them. All of it is in docs/reproduction.md."""
+"""The figures that the sources print (the course report, an article on contrastive decoding), and the tables in which
+perplexity and diversity stand beside them. All of it is in docs/reproduction.md."""
 
 from __future__ import annotations
 
@@ -53,16 +53,6 @@ REPORT_TEXTS, REPORT_DIFFERENCE = 10, "3.3e-08"
 # texts of the perplexities, 20 in the code as published.
 REPORT_DTYPE, REPORT_PROMPTS = "float16", ("Computer Science is", "He redid the main theme")
 REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
-
-# Clay's post: SmolLM2-1.7B-Instruct with SmolLM2-135M-Instruct, gamma 5. Each variant's run timed plain decoding too.
-POST_FIGURES = (
-    *("plain decoding: tokens/s", "speculative decoding: tokens/s", "speed-up", "tokens of a round"),
-    *("accepted, of the drafted tokens", "alpha: accepted, of the tested guesses"),
-)
-POST = {
-    "fixed": ("28.07", "34.82", "1.24", "", "0.34 - 0.55", ""),
-    "targetConfidence": ("27.92", "46.42", "1.66", "", "0.34 - 0.55", ""),
-}
 
 # R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.diversity`. The
 # entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.

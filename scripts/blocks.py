@@ -8,36 +8,37 @@ import graphlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from html import escape
-from io import StringIO
 from itertools import dropwhile
-from math import isnan
+from pathlib import Path
 from textwrap import fill, wrap
-from typing import Any, cast
+from typing import cast
 
 from experiments.flags import parser
-from experiments.intervals import speedup, summarize
-from experiments.schema import CostsLine, GreedyLine, SpeedLine, TextPerplexityLine, of_kind
-from experiments.sweep import predict
+from experiments.intervals import speedup
+from experiments.schema import Run, SpeedLine, TextPerplexityLine, of_kind
 from inputs.commandLine import visible
 from inputs.files import ROOT
 from methods.catalogue import METHODS
 from playback.trace import summary
 from report.losslessReport import verdict
-from report.results import pieces_of_run, show
-from report.runTables import swept_texts
-from report.sources import POST, POST_FIGURES, SPEED_UP, text_table
-from report.tables import Cell, Measured, Table, markdown, median, name_of, notation, span
-from scripts.courseReport import CACHED, NO_CACHE, Column, beside_report, perplexities_beside, speeds_beside
-from scripts.keepRecord import Records, command_of, source
-from utils import Sampling, UserError
+from report.results import Results, pieces_of_run
+from report.sources import SPEED_UP, text_table
+from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
+from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
+from scripts.keepRecord import Records, command_of, differing, source
+from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs of `python -m benchmark`
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
+BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
+    "compare": ("no KV cache, eager", NO_CACHE), "first": ("KV cache, eager", CACHED),
+    "head": ("KV cache, compiled", COMPILED),
+}  # fmt: skip
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
 BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
 EAGER = (  # methods whose speed-up is quoted of the table of all methods
@@ -54,18 +55,6 @@ OTHERS = {  # folders without code, and their descriptions in the layout
 }
 
 
-@cache
-def pieces_of_record(name: str, records: Records) -> tuple[list[Any], str]:
-    """(everything that is printed of the record of a run, the line on how it was measured)."""
-    run, lines = records.run(name)
-    return [*pieces_of_run(run, lines)], source(run, dtype_of(lines))
-
-
-def dtype_of(lines: Sequence[Any]) -> str:
-    """The dtype of timed texts; "" without any."""
-    return next((line["dtype"] for line in of_kind(lines, SpeedLine)), "")
-
-
 def printed(
     name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
 ) -> str:
@@ -74,9 +63,8 @@ def printed(
     columns, rows: see `markdown`. by: the column by which rows are sorted, the largest figure first. notes: with the
     sentences under the tables.
     """
-    pieces, measured = pieces_of_record(name, records)
     parts, taken = [], False
-    for piece in pieces:
+    for piece in pieces_of_run(*records[name]):
         if isinstance(piece, Table):
             if taken := bool(re.match(titles, piece.title)):
                 if by:
@@ -89,37 +77,28 @@ def printed(
             parts.append(str(piece))
     if not parts:
         raise UserError(f"no table of {name} has a title like {titles!r}")
-    return "\n\n".join([*parts, measured])
-
-
-def all_tables(name: str, records: Records) -> str:
-    """All tables that are printed of a run."""
-    pieces, measured = pieces_of_record(name, records)
-    tables = [f"## {piece.title}\n\n{markdown(piece)}" for piece in pieces if isinstance(piece, Table)]
-    return "\n\n".join([measured, *tables])
+    return "\n\n".join([*parts, source(*records[name])])
 
 
 def excerpt(records: Records) -> str:
     """What `make run` prints, without the notes and without the perplexity of whole corpora."""
-    run, lines = records.run("first")
-    buffer = StringIO()
-    shown_lines = [line for line in lines if line.get("of") != "corpus"]
-    show(run, shown_lines, file=buffer, color_system=None, force_terminal=False, legacy_windows=False)
-    text = "\n".join(line.rstrip() for line in buffer.getvalue().splitlines() if line.strip("= \n"))
+    run, lines = records["first"]
+    shown = Results(records.folder).rendered([(run, [line for line in lines if line.get("of") != "corpus"])])
+    text = "\n".join(line for line in shown.splitlines() if line.strip("="))
     text = re.sub(r"\nAcceptance.*?\n(?=Perplexity)", "\n[...]\n", text, flags=re.S)
     return f"```text\n{re.sub(r'speculative: .*', '', text, flags=re.S)}[...]\n```"
 
 
 def lossless_verdict(records: Records) -> str:
     """The verdict of `--lossless`."""
-    run, lines = records.run("lossless")
+    run, lines = records["lossless"]
     text = wrap(verdict(lines)[1], 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(["```text", f"$ {command_of(run)}", *text, "```"])
 
 
-def chat(records: Records) -> str:
+def conversation(records: Records) -> str:
     """A conversation round by round: accepted guesses are bold, rejected ones struck out."""
-    record, paragraphs = records.file("chat"), []
+    (record, _), paragraphs = records["chat"], []
     for turn in record["turns"]:
         answer = ""
         for kinds in turn["rounds"]:
@@ -128,14 +107,14 @@ def chat(records: Records) -> str:
                 answer += f"{tag}{text}{tag.replace('<', '</')}" if text else ""
         for line in escape(visible(turn["prompt"].strip()), quote=False), answer, summary(turn["rounds"]):
             paragraphs.append(f"<p>{line}</p>".replace("\n", "<br>"))  # A blank line would end the HTML.
-    return "\n\n".join([*paragraphs, source(record, record["dtype"])])
+    return "\n\n".join([*paragraphs, source(record)])
 
 
 def trainings(names: Sequence[str], records: Records) -> str:
     """What trained heads cost, and how good they are on text that is held out; of variants a row each."""
     heads = ["", "weights", "tokens trained", "minutes", "memory, GB"]
     table, sources = Table("", [*heads, "acceptance by position", "of all", "tokens/round"]), []
-    for record in map(records.file, names):
+    for record, _ in map(records.__getitem__, names):
         target, written = record["models"]["target"]["name"], record["written"]
         for name, variant in record["variants"].items():
             last = variant["history"][-1]
@@ -144,49 +123,40 @@ def trainings(names: Sequence[str], records: Records) -> str:
             cost = f"{last['tokens']:,}", f"{last['seconds'] / 60:.0f}", f"{last['memory'] / 1e9:.1f}"
             table.add(*what, *cost, shares, f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}")
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
-        sources.append(f"Texts of {texts}. {source(record, record['dtype'])}")
+        sources.append(f"Texts of {texts}. {source(record)}")
     return "\n\n".join([markdown(table), *sources])
 
 
-def one_experiment(records: Records) -> tuple[dict[str, Any], dict[str, Column]]:
-    """The runs of the bundled pair, and the column of each beside the report. Raises UserError if they are not one
-    experiment: if models of the same role, gamma or code differ, or the code was not recorded."""
-    runs = {name: records.run(name) for name in ("first", "compare", "head")}
-    wanted: dict[str, Any] = {}
-    for name, (run, _) in runs.items():
-        models = {role: model["version"] for role, model in run["models"].items()}
-        settings = {"code": run.get("code"), "gamma": run["flags"].get("gamma"), **models}
-        differ = [what for what, value in settings.items() if wanted.setdefault(what, value) != value]
-        if differ := differ or ["code, which was not recorded"] * (settings["code"] is None):
-            raise UserError(f"first and {name} are not one experiment: they differ in {', '.join(differ)}")
-    first, compare, head = (of_kind(lines, SpeedLine) for _, lines in runs.values())
-    columns = {"compare": Column("bundled pair, no KV cache, eager", compare, NO_CACHE)}
-    columns |= {"first": Column("bundled pair, KV cache, eager", first, CACHED)}
-    return runs, columns | {"head": Column("bundled pair, KV cache, compiled", head, COMPILED)}
+def of_bundled_pair(records: Records) -> list[Run]:
+    """The runs of the bundled pair in BESIDE. Raises UserError if they are not one experiment."""
+    runs = [records[name] for name in BESIDE]
+    if differ := differing(run for run, _ in runs):
+        raise UserError(f"{', '.join(BESIDE)} are not one experiment: they differ in {', '.join(differ)}")
+    return runs
 
 
 def beside_the_report(records: Records) -> str:
     """The course report beside the bundled pair, and in a table of its own beside random weights of Pythia's shapes."""
-    (runs, columns), (shapes, measured) = one_experiment(records), records.run(SHAPES)
+    runs, (shapes, measured) = of_bundled_pair(records), records[SHAPES]
+    pair = {
+        f"bundled pair, {title}": (of_kind(lines, SpeedLine), methods)
+        for (_, lines), (title, methods) in zip(runs, BESIDE.values())
+    }
     title = "Pythia's shapes, random weights, KV cache, compiled; 60 % of guesses accepted (synthetic)"
-    random_weights = [Column(title, of_kind(measured, SpeedLine), COMPILED)]
-    sources = " ".join(source(run, dtype_of(lines)) for run, lines in runs.values())
-    perplexities = perplexities_beside(of_kind(runs["first"][1], TextPerplexityLine), False)
-    tables = markdown(speeds_beside([*columns.values()])), sources, markdown(perplexities)
-    return "\n\n".join([*tables, markdown(speeds_beside(random_weights)), source(shapes, dtype_of(measured))])
+    random_weights = {title: (of_kind(measured, SpeedLine), COMPILED)}
+    perplexities = text_table(of_kind(records["first"][1], TextPerplexityLine), True)
+    pieces = [markdown(speeds_beside(pair)), " ".join(source(*run) for run in runs), markdown(perplexities)]
+    return "\n\n".join([*pieces, markdown(speeds_beside(random_weights)), source(shapes, measured)])
 
 
 def in_short(records: Records) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
-    table, (runs, columns) = (
-        Table("", ["figure", "the report", "here, bundled pair", "command"]),
-        one_experiment(records),
-    )
-    for name, column in columns.items():
-        there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if name == "compare" else ""
-        what = column.title.replace("bundled pair", "speed-up")
-        table.add(what, there, beside_report(column)[-1], f"`{command_of(runs[name][0])}`")
-    run, lines = runs["first"]
+    table = Table("", ["figure", "the report", "here, bundled pair", "command"])
+    for (run, lines), (title, methods) in zip(of_bundled_pair(records), BESIDE.values()):
+        there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if methods is NO_CACHE else ""
+        speed_up = beside_report(of_kind(lines, SpeedLine), methods)[-1]
+        table.add(f"speed-up, {title}", there, speed_up, f"`{command_of(run)}`")
+    run, lines = records["first"]
     here, report = text_table(of_kind(lines, TextPerplexityLine)[:1], True).rows
     names = "perplexity, draft", "perplexity, target", "perplexity, speculative", "relative difference of the last two"
     for what, ours, theirs in zip(names, here[3:], report[3:]):
@@ -194,25 +164,9 @@ def in_short(records: Records) -> str:
     return markdown(table)
 
 
-def post(records: Records) -> str:
-    """Clay's figures of SmolLM2 beside those of the same draft-length rules on the bundled pair."""
-    run, lines = records.run("compare")
-    rows, table = {row["method"]: row for row in summarize(of_kind(lines, SpeedLine))}, Table("", ["", *POST_FIGURES])
-    for name, figures in POST.items():
-        row = rows[name]
-        speeds = map(span, (rows["target"]["throughput"], row["throughput"], row["speedup"]))
-        shares = [Measured(row["accepted"] / row["drafted"], digits=2), Measured(row["alpha"], digits=2)]
-        table.add(f"`{name}`, the post", *figures)
-        table.add(f"`{name}`, here", *speeds, median(row["tokens_per_round"]), *shares)
-    return f"{markdown(table)}\n\n{source(run, dtype_of(lines))}"
-
-
 def row_ratio(name: str, method: str, baseline: str, records: Records) -> str:
     """The throughput of a row of a record over that of another."""
-    figures = speedup(of_kind(records.run(name)[1], SpeedLine), method, baseline)
-    if isnan(figures.middle):
-        raise UserError(f"the record of {name} has no rows {method!r} and {baseline!r}")
-    return str(span(figures))
+    return str(span(speedup(of_kind(records[name][1], SpeedLine), method, baseline)))
 
 
 def overall(name: str, records: Records) -> str:
@@ -221,49 +175,34 @@ def overall(name: str, records: Records) -> str:
     return "\n".join([*table[:2], *dropwhile(lambda row: not row.startswith("| overall"), table[2:])])
 
 
-def draft_cost(records: Records) -> str:
-    """c of the sweep, at the usual temperature."""
-    _, lines = records.run("sweep")
-    costs = next(cost for cost in of_kind(lines, CostsLine) if cost["temperature"] == Sampling().temperature)
-    return f"{predict(swept_texts(lines, costs), costs)['c']:.3f}"
-
-
-def greedy_differ(records: Records) -> str:
-    """How many greedy texts in a 16-bit dtype differ from plain decoding's."""
-    lines = of_kind(records.run("lossless")[1], GreedyLine)
-    short = [m for m in lines if m["dtype"] != "float32" and m["method"] != "target"]
-    if not short:
-        raise UserError("the record holds no greedy texts in a 16-bit dtype")
-    differing, texts = sum(m["differing"] for m in short), sum(m["texts"] for m in short)
-    return f"{differing:,} of {texts:,} in {short[0]['dtype']} ({differing / texts:.0%})"
+def quoted(block: str, pattern: str, records: Records) -> str:
+    """What the group of a pattern matches in another block."""
+    if not (found := re.search(pattern, " ".join(BLOCKS[block](records).split()))):
+        raise UserError(f"block {block} has nothing like {pattern!r}")
+    return found[1]
 
 
 def records_table(records: Records) -> str:
     """The table of docs/records/README.md: every record, its command and its machine."""
-    runs, files = records.index.items(), records.files.items()
-    entries: list[Any] = [(name, f"run `{run}` in results.jsonl", records.run(name)[0]) for name, run in runs]
-    entries += [(name, f"{name}.json", record) for name, record in files]
     table = Table("", ["name", "record", "made by", "machine", "on"])
-    for name, place, record in entries:
-        on = record["machine"]
+    for name in (*records.runs, *records.files):
+        record, lines = records[name]
+        on, place = record["machine"], f"run `{record['run']}` in results.jsonl" if lines else f"{name}.json"
         machine = f"{on['processor']}, threads: {on['threads']}, {record['device']}; torch {on['torch']}"
         table.add(f"`{name}`", place, f"`{command_of(record)}`", machine, record["time"][:10])
     return markdown(table)
 
 
-@cache
-def imports() -> dict[str, list[str]]:
+def imports(root: Path = ROOT) -> dict[str, list[str]]:
     """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
-    files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in ROOT.glob("*/__init__.py")}
-    files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in ROOT.glob("*.py")}
-    imported: dict[str, set[str]] = {}
-    for name, of in files.items():
-        nodes = [node for file in of for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
-        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        modules |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
-        imported[name] = {module.split(".")[0] for module in modules} & files.keys() - {name}
-    sorted_names = {name: sorted(imported[name]) for name in sorted(imported)}
-    order = list(graphlib.TopologicalSorter(sorted_names).static_order())
+    files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in root.glob("*/__init__.py")}
+    files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in root.glob("*.py")}
+    imported: dict[str, list[str]] = {}
+    for name, of in sorted(files.items()):
+        text = "\n".join(file.read_text(encoding="utf-8") for file in of)
+        found = set(re.findall(r"^ *(?:from|import) (\w+)[. ,\n]", text, re.M))
+        imported[name] = sorted(found & files.keys() - {name})
+    order = list(graphlib.TopologicalSorter(imported).static_order())
     return {name: [other for other in order if other in imported[name]] for name in order}
 
 
@@ -324,7 +263,7 @@ def flags_tables(records: Records) -> str:
 def architectures(records: Records) -> str:
     """The verdict on each type of model in transformers: right, or refused, and why."""
     groups: dict[str, list[str]] = {}
-    for kind, (result, why) in records.file("kinds")["kinds"].items():
+    for kind, (result, why) in records["kinds"][0]["kinds"].items():
         reason = re.sub(r"^.* are not (decoded here|supported): |; (name|choose) a model whose .*$", "", why)
         reason = re.sub(r" \(\w*Error.*\)$|(?<=logits are off) by \d+%", "", reason)  # which error: kinds.json says it
         reason = re.sub("of (the kind|type) [a-z_]+ keep", "keep", reason)
@@ -337,6 +276,8 @@ def architectures(records: Records) -> str:
 
 
 OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms | speed-up"
+IN_POST = "target alone|fixed|target confidence"
+OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
@@ -346,14 +287,14 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "flags": flags_tables,
     "records": records_table,
     "results": excerpt,
-    "chat": chat,
+    "chat": conversation,
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
-    "sweep-c": draft_cost,
+    "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
     "overall-head": partial(overall, "categories-head"),
@@ -362,7 +303,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
-    "greedy-differ": greedy_differ,
+    "greedy-differ": partial(quoted, "lossless-verdict", r"(in bfloat16 \d[^)]*\))"),
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
@@ -374,10 +315,12 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
-    **{f"{name}-tables": partial(all_tables, name) for name in BENCHMARKS},
+    **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,
-    "reproduction-post": post,
+    "reproduction-post": partial(
+        printed, "compare", "Speed:", columns=OF_POST, rows="target alone|fixed|target confidence"
+    ),
     "reproduction-article": partial(printed, "diversity", "Div", rows="naive|contrastive|article.*", notes=True),
     "reproduction-article-times": partial(printed, "sweep", OF_GAMMA + "1.0", columns="gamma | tokens/s | speed-up"),
 }

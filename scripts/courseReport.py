@@ -11,31 +11,30 @@ the report's own figures beside them. The exit code is 1 if a step failed or --l
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.schema import EndLine, LosslessLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.schema import EndLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file
 from inputs.models import find_model
 from inputs.texts import find_texts
-from report import losslessReport, sources
+from report import sources
+from report.losslessReport import exit_code
 from report.results import Results, heading, pieces_of_run
 from report.tables import Cell, Measured, Table, markdown, span
-from scripts.keepRecord import source, without_places
+from scripts.keepRecord import command_without_places, differing, source, without_places
 
 DRAFT, MID, TARGET = downloadModel.PYTHIA
 DATA = ["wikitext", "pg19"]
@@ -43,28 +42,18 @@ OUT, PAGE = Path("courseReport"), "report.md"
 SPEED = "Speed with and without a KV cache"
 COMPILED = f"{SPEED}, compiled"
 NOTES = """\
-- The report's two groups of runs have one configuration. Group one has the best of several runs, "not
-  representative" in its words; group two is typical.
+- Group one is the best of several runs of one configuration, "not representative" in the report's words; group two is
+  typical.
 - Times are those of two machines, and of two pairs of models unless these are Pythia-2.8b and -70m. No tolerance is
-  given for them. total/n: the whole time over the number of tokens. The report's TTFT is that of a separate call: for
-  plain decoding the first call of a model, for speculative decoding a later one of 4 tokens or more. Here it is the
-  time to the first token.
-- The speed-up without a KV cache, as in the report's code, can be compared. It agrees if its interval meets 1.81 to
-  2.49.
+  given for them. total/n: the whole time over the number of tokens. TTFT: the time to the first token; the report's is
+  that of a separate call, for plain decoding a model's first one, for speculative decoding of 4 tokens or more.
+- The speed-up without a KV cache, as in the report's code, agrees if its interval meets 1.81 to 2.49.
 - Speculative and target perplexity should agree to a relative difference below 1e-6. The report's are means of ten
   texts; its code reads the first 20 of WikiText-2's test split that have 100 characters or more, as here.
 - [95 % bootstrap interval]; in round brackets the range of few values."""
 
 NO_CACHE = {"target": "noCache", "speculative": "speculativeNoCache"}  # {role in the report: its row here}
 CACHED = {"draft": "draft", "target": "target", "speculative": "speculative"}
-
-
-class Column(NamedTuple):
-    """Measured figures beside the course report's. lines: timed texts. methods: {role in the report: row}."""
-
-    title: str
-    lines: Sequence[TimedText]
-    methods: dict[str, str]
 
 
 def read_plan(argv: Sequence[str] | None) -> Namespace:
@@ -88,8 +77,6 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
         find_texts(name)
     plan.out.mkdir(parents=True, exist_ok=True)
     plan.steps = list(steps(plan))
-    for _, command in plan.steps:
-        parse([*command, "--out", str(plan.out)])
     return plan
 
 
@@ -130,10 +117,9 @@ def test_py(words: Sequence[str]) -> int:
 
 def finished_runs(plan: Namespace) -> list[tuple[str, Run | None]]:
     """(title, the newest finished run by its command, or None) of each step."""
-    finished = [(run, lines) for run, lines in Results(plan.out).runs() if of_kind(lines, EndLine)]
-    by_command = {without_places(run).get("command"): (run, lines) for run, lines in finished}
-    keys = [without_places({"command": shlex.join(command)})["command"] for _, command in plan.steps]
-    return [(title, by_command.get(key)) for (title, _), key in zip(plan.steps, keys)]
+    finished = [run for run in Results(plan.out).runs() if of_kind(run[1], EndLine)]
+    by_command = {command_without_places(shlex.split(run[0]["command"])): run for run in finished}
+    return [(title, by_command.get(command_without_places(command))) for title, command in plan.steps]
 
 
 def make_report(argv: Sequence[str] | None) -> int:
@@ -143,9 +129,9 @@ def make_report(argv: Sequence[str] | None) -> int:
     data = [name for name in plan.data if name in DATA]
     codes = [downloadModel.main(models)] if models else []
     codes += [downloadData.main([*data, "--books", str(plan.books)])] if data else []
+    runs = finished_runs(plan)
     if 130 in codes:
         raise KeyboardInterrupt
-    runs = finished_runs(plan)
     for number, (title, command) in enumerate(plan.steps):
         place = f"[{number + 1}/{len(plan.steps)}] {title}"
         if run := runs[number][1]:
@@ -153,8 +139,7 @@ def make_report(argv: Sequence[str] | None) -> int:
             continue
         print(f"{place}: python test.py {shlex.join(command)}", flush=True)
         begin = time.monotonic()
-        code = test_py([*command, "--out", str(plan.out)])
-        if code == 130:
+        if (code := test_py([*command, "--out", str(plan.out)])) == 130:
             raise KeyboardInterrupt
         runs = finished_runs(plan)
         how = "done" if runs[number][1] else f"FAILED (exit code {code})"
@@ -164,8 +149,7 @@ def make_report(argv: Sequence[str] | None) -> int:
     print(f"Written: {plan.out / PAGE}, after {time.monotonic() - start:.0f} s.")
     if failed := [title for title, run in runs if not run]:
         print(f"{len(failed)} failed: {'; '.join(failed)}. The same command measures only what is missing.")
-    lossless = all(losslessReport.verdict(run[1])[0] for _, run in runs if run and of_kind(run[1], LosslessLine))
-    return 0 if lossless and not failed and not any(codes) else 1
+    return int(bool(failed) or any(codes) or any(exit_code(run[1]) for _, run in runs if run))
 
 
 def page(runs: Sequence[tuple[str, Run | None]]) -> str:
@@ -175,20 +159,20 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
     pieces = ["# The course report's protocol, measured"]
     if measured:  # the models and the machine
         pieces.append("\n".join(["```text", *map(str, list(heading(records[0], True))[3:]), "```"]))
-    # A step that was measured before keeps its record.
-    versions = {(model["name"], model["version"]) for run in records for model in run["models"].values()}
-    differ = ["code"] if len({run.get("code") for run in records}) > 1 else []
-    differ += ["machine"] if any(run["machine"] != records[0]["machine"] for run in records) else []
-    differ += ["weights"] if len(versions) != len(dict(versions)) else []  # two versions of one name
-    if differ:
+    if differ := differing(records):  # A step that was measured before keeps its record.
         pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
     timed = {title: of_kind(run[1], SpeedLine) for title, run in runs if run}
     eager, compiled = timed.get(SPEED, []), timed.get(COMPILED, [])
-    columns = [Column("here, no KV cache, eager", eager, NO_CACHE), Column("here, KV cache, eager", eager, CACHED)]
-    columns += [Column("here, KV cache, compiled", compiled, CACHED)]
+    columns = {"here, no KV cache, eager": (eager, NO_CACHE), "here, KV cache, eager": (eager, CACHED)}
+    columns["here, KV cache, compiled"] = compiled, CACHED
     pieces += ["## Beside the report's figures", f"**Speed**\n\n{markdown(speeds_beside(columns))}"]
     if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
-        table = perplexities_beside(texts, any(map(sources.is_the_reports, records)))
+        table = sources.text_table(texts, True)
+        if any(map(sources.is_the_reports, records)):
+            table.heads.append("of the report")
+            for row, line in zip(table.rows, texts):
+                divided = Measured(line["ppl"]["target"] / sources.REPORT["target"], digits=3)
+                row.append(divided if line["corpus"] == "wikitext" else "")
         pieces.append(f"**Perplexity per text**\n\n{markdown(table)}")
     pieces.append(NOTES)
     for title, step in runs:
@@ -197,8 +181,7 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
             pieces.append("Not measured.")
             continue
         run, lines = step
-        dtypes = ", ".join(dict.fromkeys(str(line.get("dtype")) for line in lines if "dtype" in line))
-        pieces.append(f"{source(without_places(run), dtypes)} Run {run['run']}.")
+        pieces.append(f"{source(without_places(run), lines)} Run {run['run']}.")
         for piece in list(pieces_of_run(run, lines))[len(list(heading(run, True))) :]:
             if isinstance(piece, Table):
                 pieces += filter(None, [f"**{piece.title}**", markdown(piece), piece.notes])
@@ -207,31 +190,21 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
     return "\n\n".join(pieces) + "\n"
 
 
-def speeds_beside(columns: Sequence[Column]) -> Table:
-    """The speeds of the course report, and beside them the columns. What was not measured is an empty cell."""
-    titles = "figure", "the report, group one: best of several runs", "group two: typical", *(c.title for c in columns)
-    table, measured = Table("", [*titles]), [beside_report(column) for column in columns]
+def speeds_beside(columns: Mapping[str, tuple[Sequence[TimedText], Mapping[str, str]]]) -> Table:
+    """The speeds of the course report, and beside them {title of a column: (timed texts, {role in the report: row})}.
+    What was not measured is an empty cell."""
+    table = Table("", ["figure", "the report, group one: best of several runs", "group two: typical", *columns])
+    measured = [beside_report(*column) for column in columns.values()]
     for figure, *cells in zip(sources.REPORT_SPEED, *measured):
         table.add(f"{figure.role}: {figure.words}", figure.best, figure.typical, *cells)
     return table
 
 
-def beside_report(column: Column) -> list[Cell]:
+def beside_report(lines: Sequence[TimedText], methods: Mapping[str, str]) -> list[Cell]:
     """The measured values of each figure of `sources.REPORT_SPEED`."""
-    rows = {row["method"]: row for row in summarize(column.lines, column.methods["target"])}
-    pairs = [(rows.get(column.methods.get(figure.role, "")), figure) for figure in sources.REPORT_SPEED]
+    rows = {row["method"]: row for row in summarize(lines, methods["target"])}
+    pairs = [(rows.get(methods.get(figure.role, "")), figure) for figure in sources.REPORT_SPEED]
     return [span(row[figure.field], figure.scale) if row else "" for row, figure in pairs]
-
-
-def perplexities_beside(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
-    """Perplexities per text, and the report's; pythia: its models were used, so the last column is ours over its."""
-    table = sources.text_table(lines, True)
-    if pythia:
-        table.heads.append("of the report")
-        targets = [line["ppl"]["target"] if line["corpus"] == "wikitext" else math.nan for line in lines]
-        for row, target in zip(table.rows, [*targets, sources.REPORT["target"]]):
-            row.append(Measured(target / sources.REPORT["target"], digits=3))
-    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,6 +10,7 @@ reads the texts once, and what it has computed is kept on disk, in parts.
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -31,22 +33,19 @@ from transformers import PreTrainedTokenizerBase
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.sharedWeights import RestrictedHead
-from inputs.commandLine import one_line
 from inputs.devices import pick_dtype
-from inputs.files import replace_file
+from inputs.files import library_errors
 from inputs.hub import check_disk
-from inputs.models import end_tokens, load_model, load_tokenizer, model_version, read_json
+from inputs.models import end_tokens, load_model, load_tokenizer, model_version
 from inputs.progress import Bar
-from inputs.texts import CHARACTERS, Corpus, encode, load_corpora, read_questions
+from inputs.texts import CHARACTERS, Corpus, encode, load_corpora
 from regrSampling import regrSampling
-from scripts.trainBundled import read_documents
 from scripts.training import GAMMA, LAYERS, SAMPLING, Pair, at_a_time, distributions, output_logits, sums_of
 from utils import Sampling, UserError, probabilities
 
 WRITTEN = 2_000_000  # tokens of text that the target writes and reads
 TEXTS = 128  # texts in a part, which is kept or computed again as a whole
 HELD_OUT = 32  # texts that are not trained on: the first part
-READ = 4  # texts that are read at a time
 LENGTH = 1024  # tokens of a text at most, with its prompt
 PROMPT = 16, 256  # tokens of a passage that the target continues, from and to
 TOGETHER = 64  # texts that are written at a time: the others of a part wait until one ends
@@ -55,7 +54,7 @@ PLAIN_SHARE = 0.2  # of the texts are drawn from it: the head must also guess fo
 USER = Sampling(0.9, 0, 0.95)  # how users' turns are drawn: of many kinds, but not nonsense
 CHATS = 0.7  # share of a chat model's texts that are conversations; the others continue passages
 TURN = 160  # tokens of a user's turn at most
-TURNS = 2  # of the user and of the model in a conversation, if there is room
+TURNS = 2  # of the user and of the model in a conversation
 ANSWER = 256  # tokens that a chat model writes at a time at most: a small one's longer texts repeat themselves
 TASKS = 0.4  # share of conversations that begin with a task about a passage
 STARTED = 0.6  # share of the users' turns which the target writes whose first words are given: its own are much alike
@@ -121,25 +120,23 @@ class TextWriter:
         """Conversations of TURNS turns. The target writes the users' turns too, after the template's beginning. But
         the first ones are questions that were given by flag, or some of them tasks about a passage."""
         before, after_user, after_model = self.pieces or [[]] * 3
-        texts, ended = [undrawn(before)] * count, []
+        texts = [undrawn(before)] * count
         for turn in range(TURNS):
             first_turns: list[list[int]] = []
             if turn:
-                room = self.length - TURN - ANSWER
-                ended += [text for text in texts if len(text) >= room]
-                texts = [self.without_end(text) + undrawn(after_model) for text in texts if len(text) < room]
+                texts = [self.without_end(text) + undrawn(after_model) for text in texts]
             elif self.questions:
                 first_turns = [self.encoded(question) for question in self.rng.choices(self.questions, k=count)]
             else:
                 tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
                 first_turns = [self.passage(f"{task}\n\n") for task in tasks]
-            asked = [text + undrawn(question[: self.length // 2]) for text, question in zip(texts, first_turns)]
+            asked = [text + undrawn(question[: self.length // 4]) for text, question in zip(texts, first_turns)]
             begun = texts[len(first_turns) :]
             starts = [self.rng.choice(STARTS) if self.rng.random() < STARTED else "" for _ in begun]
             begun = [text + undrawn(self.encoded(start)) for text, start in zip(begun, starts)]
             asked += [self.without_end(text) for text in self.continued(begun, USER, TURN)]
             texts = self.continued([text + undrawn(after_user) for text in asked], sampling, ANSWER)
-        return ended + texts
+        return texts
 
     def encoded(self, words: str) -> list[int]:
         """Token ids of words in the middle of a text."""
@@ -153,13 +150,12 @@ class TextWriter:
 def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Token ids of a chat template before the user's first turn, between a turn of the user and the answer, and between
     an answer and the user's next turn. Raises UserError for a template that cannot be cut so."""
-    turns = [("user", "11111"), ("assistant", "22222"), ("user", "33333")]
+    turns = ("user", "11111"), ("assistant", "22222"), ("user", "33333")
     chat = [{"role": role, "content": content} for role, content in turns]
-    try:
+    # A template is a program. It may do anything but what its sandbox forbids.
+    with library_errors("the chat template cannot be cut into its turns", "name another target"):
         text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         first, after_user, after_model, _ = re.split("11111|22222|33333", text)
-    except Exception as error:  # A template is a program. It may do anything but what its sandbox forbids.
-        raise UserError(f"the chat template cannot be cut into its turns ({one_line(error)})") from None
     return [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (first, after_user, after_model)]
 
 
@@ -197,59 +193,73 @@ def read_states(texts: Sequence[Written], target: CachedModel, output: Restricte
     """The tokens of the texts one after the other, and for each of them: text, which text it is of; drawn, whether the
     target drew it with SAMPLING; states, the hidden states of the tapped layers, `[N, layers * d]`; sums, those of
     `sums_of`, `[N, 3]`."""
-    texts = sorted(texts, key=len)  # Little of a block is padding then.
     states, sums = [], []
-    for at in range(0, len(texts), READ):
-        block = [torch.tensor([token for token, _ in text]) for text in texts[at : at + READ]]
-        padded = nn.utils.rnn.pad_sequence(block, batch_first=True)  # Padding after a text does not change it.
-        for tokens, rows in zip(block, hidden_states(target, padded)):
-            states.append(rows[: len(tokens)].to(torch.bfloat16).cpu())
-            last = rows[: len(tokens), -output.weight.shape[1] :]
-            sums += [sums_of(output, few).cpu() for few in last.split(at_a_time(target.device))]
+    for one in texts:
+        rows = hidden_states(target, torch.tensor([[token for token, _ in one]]))[0]
+        states.append(rows.to(torch.bfloat16).cpu())
+        parts_of_text = rows[:, -output.weight.shape[1] :].split(at_a_time(target.device))
+        sums += [sums_of(output, few).cpu() for few in parts_of_text]
     tokens, drawn = zip(*(pair for text in texts for pair in text))
     part = {"tokens": torch.tensor(tokens, dtype=torch.int32), "drawn": torch.tensor(drawn)}
     text = torch.arange(len(texts), dtype=torch.int32).repeat_interleave(torch.tensor([len(text) for text in texts]))
     return part | {"text": text, "states": torch.cat(states), "sums": torch.cat(sums)}
 
 
-def text_writer(args: Namespace) -> TextWriter:
-    """The writer of the passages of --texts and of the first turns of --prompts."""
-    corpora = [Corpus(str(name), read_documents(name)) for name in args.texts] if args.texts else load_corpora("sample")
+def read_documents(name: str) -> list[str]:
+    """The documents of a data set, file or folder, given as `PATH` or `PATH:TIMES`. A WikiText file is split at its
+    article headings, and loses `<unk>`, which stands for rare words in its word-level version."""
+    path, _, times = name.partition(":")
+    if not re.fullmatch("([1-9][0-9]?)?", times):
+        raise UserError(f"--texts {path}:{times}: a text is counted 1 to 99 times")
+    documents = []
+    for text in (document for corpus in load_corpora(path) for document in corpus.documents):
+        if re.search(r"^ = [^=].* = $", text, re.M):
+            text = re.sub(r" ?<unk>", "", re.sub(r"^ *\n", "", text, flags=re.M))
+        documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
+    return [d for d in documents if d.strip()] * int(times or 1)
+
+
+def read_passages(texts: Sequence[str]) -> list[str]:
+    """The passages of --texts. Raises UserError if there are too few."""
+    corpora = [Corpus(name, read_documents(name)) for name in texts]
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
     if (count := len(set(passages))) < FEWEST:
         raise UserError(f"--texts has {count} passages of {PASSAGE} characters, a head needs {FEWEST}; add more texts")
-    questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
-    return TextWriter(args.folder, args.device, passages, questions, args.seed)
+    return passages
 
 
-def prepare_parts(args: Namespace, target: CachedModel) -> list[Part]:
+def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.inf) -> list[Part]:
     """The parts of `args.data`, memory-mapped, each of `read_states` and with the seconds that it took. Those that are
-    missing are computed first. Part 0 is held out."""
+    missing are computed first, until `args.written` tokens or this time. Part 0 is held out."""
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
-    description = args.data / "texts.json"
+    metadata = {"about": json.dumps(about)}
+    # states, and tokens, text, drawn, sums
+    bytes_of_token = 2 * len(LAYERS["three"]) * target.model.config.get_text_config().hidden_size + 4 + 4 + 1 + 12
     args.data.mkdir(parents=True, exist_ok=True)
-    if description.exists() and read_json(description) != about:
-        raise UserError(f"{args.data} contains texts of another target or seed; choose another --data")
-    replace_file(description, json.dumps(about))
-    d = target.model.config.get_text_config().hidden_size
-    bytes_of_token = 2 * len(LAYERS["three"]) * d + 4 + 4 + 1 + 12  # states, tokens, text, drawn, sums
     parts: list[Part] = []
     writer: TextWriter | None = None
-    left = args.written
+    left, first = args.written, time.monotonic()
     with Bar("the target writes and reads", args.written, " tokens") as bar:
-        while left > 0:
+        while left > 0 and not (len(parts) > 1 and time.monotonic() > first + seconds):
             file = args.data / f"{len(parts):05}.safetensors"
             if not file.exists():
                 check_disk(args.data, left * bytes_of_token)
                 if writer is None:
-                    writer, output = text_writer(args), checked_output_layer(target)
+                    writer = TextWriter(args.folder, args.device, args.passages, args.questions, args.seed)
+                    output = checked_output_layer(target)
                 begin, temporary = time.monotonic(), file.with_name(f".{file.name}")
                 part = read_states(writer.write(len(parts), TEXTS if parts else HELD_OUT), target, output)
-                seconds = time.monotonic() - begin
-                save_file(part | {"seconds": torch.tensor(seconds)}, temporary)
+                part["seconds"] = torch.tensor(time.monotonic() - begin)
+                save_file(part, temporary, metadata)
                 os.replace(temporary, file)
-                print(f"{file.name}: {len(part['tokens']):,} tokens in {seconds:.0f} s", file=sys.stderr)
-            parts.append(load_file(file))
+                print(f"{file.name}: {len(part['tokens']):,} tokens in {part['seconds']:.0f} s", file=sys.stderr)
+            with library_errors(f"{file} cannot be read", "remove it, and it is written again"):
+                with safe_open(file, "pt") as opened:
+                    if opened.metadata() != metadata:
+                        raise UserError(
+                            f"{args.data} has texts of another target, seed or version; name another --data"
+                        )
+                parts.append(load_file(file))
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0
@@ -267,16 +277,28 @@ class TextBatch(NamedTuple):
     sums: Tensor  # see `sums_of`, `[B, n, 3]`
 
 
-def batch_of(windows: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBatch:
+def batch_of(places: Sequence[tuple[Part, int, int]], output: Tensor) -> TextBatch:
     """The windows (part, first token, length) of the texts, on the device of the output layer's weight `[V, d]`."""
     d, rows = output.shape[1], []
-    for part, start, length in windows:
+    for part, start, length in places:
         at = torch.arange(start, start + length)
         earlier, tokens, states = (at - 1).clamp(min=0), part["tokens"][at].long(), part["states"]
         begins = (at == 0) | (part["text"][at] != part["text"][earlier])
         before = states[earlier].masked_fill(begins[:, None], 0.0)
         rows.append((tokens, part["text"][at], part["drawn"][at], before, states[at, -d:], part["sums"][at]))
     return TextBatch(*(torch.stack(column).to(output.device) for column in zip(*rows)))
+
+
+def random_windows(parts: Sequence[Part], rows: int, length: int, seed: Sequence[int], output: Tensor) -> TextBatch:
+    """`rows` windows of `length` tokens from any place of the texts, drawn from a seed. output: see `batch_of`."""
+    places = np.array([max(0, len(part["tokens"]) - length + 1) for part in parts])
+    if not places.sum():
+        raise UserError(f"the texts have fewer than {length} tokens; raise --written")
+    chosen, ends = [], places.cumsum()
+    for place in np.random.default_rng(seed).integers(ends[-1], size=rows):
+        index = int(np.searchsorted(ends, place, side="right"))
+        chosen.append((parts[index], int(place - ends[index] + places[index]), length))
+    return batch_of(chosen, output)
 
 
 @torch.inference_mode()

@@ -25,16 +25,14 @@ def pack(argv: Sequence[str] | None) -> None:
         raise UserError(f"{folder} exists already; name another folder, or remove it first")
     files, texts = [source / "generate.py"], {}
     for file in files:  # The list grows by what its files import, anywhere in them.
-
-        def relative(match: re.Match[str]) -> str:
-            copied = ROOT / f"{match[2].replace('.', '/')}.py"
-            if not copied.exists():
-                return match[0]
-            files.extend([copied] if copied not in files else [])
-            return f"{match[1]}from .{copied.stem} import"
-
-        texts[file.name] = re.sub(r"^(\s*)from ([\w.]+) import", relative, file.read_text(encoding="utf-8"), flags=re.M)
-    assert len(texts) == len(files), "two modules have one name"
+        text = file.read_text(encoding="utf-8")
+        for module in re.findall(r"^ *from ([\w.]+) import", text, re.M):
+            if (copied := ROOT / f"{module.replace('.', '/')}.py").exists():
+                files += [copied] if copied not in files else []
+                text = re.sub(
+                    rf"^( *)from {re.escape(module)} import", rf"\1from .{copied.stem} import", text, flags=re.M
+                )
+        texts[file.name] = text
     folder.mkdir(parents=True)
     shutil.copy(source / "requirements.txt", folder)
     for name, text in texts.items():

@@ -14,8 +14,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ FIGURES: dict[str, Callable[[Any, Path], object]] = {  # of the lines of a run, 
     **dict.fromkeys(TRAININGS, draw_trainings),
 }
 PICTURES = {f"figures/{name}.png": name for name in FIGURES} | {"figures/rounds.gif": "rounds"}
-Fault = tuple[int, str, bool]  # of a text: its line, what it is, whether the text cannot be rendered because of it
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment
 
 
@@ -53,120 +51,97 @@ def documents(root: Path) -> list[Path]:
     return [*sorted(root.glob("[CR]*.md")), *sorted((root / "docs").rglob("*.md"))]
 
 
-@cache
-def content_of(name: str, records: Records) -> str:
-    """The content of a block. Raises UserError if it has no renderer or no record."""
-    if name not in BLOCKS:
-        raise UserError("there is no renderer of this name")
-    return BLOCKS[name](records)
-
-
-def rendered(text: str, records: Records) -> tuple[str, list[Fault]]:
-    """(the text with its blocks rendered, the faults of `text`)."""
-    faults: list[Fault] = []
-
-    def note(place: int, words: str, final: bool = True) -> None:
-        faults.append((text.count("\n", 0, place) + 1, words, final))
+def rendered(text: str, records: Records) -> tuple[str, list[str], list[str]]:
+    """(the text with its blocks rendered, its errors, what else differs)."""
+    errors: list[str] = []
+    stale: list[str] = []
 
     def render_block(block: re.Match[str]) -> str:
         name, old = block["name"], block["content"]
         begins_line = block.start() == 0 or text[block.start() - 1] == "\n"
         of_lines = begins_line and old.startswith("\n")
         if begins_line and not of_lines:
-            note(block.start(), f"block {name} of words begins its line: Markdown takes such a line as HTML")
+            errors.append(f"block {name} of words begins its line: Markdown takes such a line as HTML")
         try:
-            new = content_of(name, records)
+            if name not in BLOCKS:
+                raise UserError("there is no renderer of this name")
+            new = BLOCKS[name](records)
         except UserError as error:
-            note(block.start(), f"block {name}: {error}")
+            errors.append(f"block {name}: {error}")
             return block[0]
         new = f"\n{new}\n" if of_lines else new
         if new != old:
-            note(block.start(), f"block {name} {'differs from its record' if old.strip() else 'is empty'}", False)
+            stale.append(f"block {name} {'differs from its record' if old.strip() else 'is empty'}")
         return f"<!-- begin {name} -->{new}<!-- end {name} -->"
 
-    whole = {place for block in BLOCK.finditer(text) for place in (block.start(), block.end("content"))}
-    for mark in MARK.finditer(text):
-        if mark.start() not in whole:
-            begins, name = mark[1] == "begin", mark[2]
-            note(mark.start(), f"block {name} has no end" if begins else f"the end of block {name} has no beginning")
-    for fence in FENCE.finditer(text):
-        if not fence[2].strip():
-            note(fence.start(), "an empty code block", False)
-    return BLOCK.sub(render_block, text), sorted(faults)
+    result = BLOCK.sub(render_block, text)
+    for mark in MARK.finditer(BLOCK.sub("", text)):
+        errors.append(f"block {mark[2]} has no {'end' if mark[1] == 'begin' else 'beginning'}")
+    stale += ["an empty code block" for fence in FENCE.finditer(text) if not fence[2].strip()]
+    return result, errors, stale
 
 
-def pages(records: Records) -> Iterator[tuple[Path, str, list[Fault]]]:
-    """(path, text with its blocks rendered, faults in the order of their lines) of all texts of the documentation."""
-    for path in documents(records.root):
-        yield path, *rendered(path.read_text(encoding="utf-8"), records)
-
-
-def picture_digest(picture: str, records: Records) -> str:
+def digest_of(picture: str, records: Records) -> str:
     """16 hexadecimal digits that stand for the record of a picture."""
-    record = records.files.get(PICTURES[picture]) or records.run(PICTURES[picture])
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+    record, lines = records[PICTURES[picture]]
+    return hashlib.sha256(json.dumps((record, lines) if lines else record, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def picture_fault(picture: str, records: Records) -> str | None:
-    """The fault of a picture, or None."""
+def picture_fault(picture: str, records: Records) -> str:
+    """What is wrong with a picture, or nothing."""
     if not (records.root / picture).exists():
         return "is missing"
     with Image.open(records.root / picture) as image:
         digest = image.info.get(DIGEST) or image.info.get("comment", b"").decode()
     try:
-        return None if digest == picture_digest(picture, records) else "was drawn from another record"
+        return "" if digest == digest_of(picture, records) else "was drawn from another record"
     except UserError as error:
         return f"has no record: {error}"
 
 
-def check(root: Path) -> list[str]:
-    """All faults of the documentation in the folder `root`."""
-    records = Records(root)
-    faults = [f"{path.relative_to(root)}:{line}: {words}" for path, _, of in pages(records) for line, words, _ in of]
-    return faults + [f"{picture} {fault}" for picture in PICTURES if (fault := picture_fault(picture, records))]
+def draw_picture(picture: str, records: Records) -> None:
+    """Draw a picture of its record, whose digest is kept in the file."""
+    path, (record, lines), digest = records.root / picture, records[PICTURES[picture]], digest_of(picture, records)
+    if path.suffix == ".gif":
+        return draw_rounds(record, path, digest)
+    FIGURES[PICTURES[picture]](lines or record, path)
+    info = PngInfo()
+    info.add_text(DIGEST, digest)
+    with Image.open(path) as image:
+        image.load()
+        image.save(path, pnginfo=info, optimize=True)
 
 
-def render_all(root: Path) -> list[str]:
-    """Render the documentation in `root`; returns the files that changed. Raises UserError; then no text is changed."""
-    records, changed = Records(root), {}
-    for path, text, faults in pages(records):
-        for line, words, final in faults:
-            if final:
-                raise UserError(f"{path.relative_to(root)}:{line}: {words}")
-        if text != path.read_text(encoding="utf-8"):
-            changed[path] = text
-    for path, text in changed.items():
-        replace_file(path, text)
-    pictures = [picture for picture in PICTURES if picture_fault(picture, records)]
-    for picture in pictures:
-        path, name, digest = root / picture, PICTURES[picture], picture_digest(picture, records)
-        if path.suffix == ".gif":
-            draw_rounds(records.file(name), path, digest)
-            continue
-        FIGURES[name](records.files.get(name) or records.run(name)[1], path)
-        info = PngInfo()
-        info.add_text(DIGEST, digest)
-        with Image.open(path) as image:
-            image.load()
-            image.save(path, pnginfo=info, optimize=True)
-    return [*(str(path.relative_to(root)) for path in changed), *pictures]
-
-
-def render_or_check(root: Path, argv: Sequence[str] | None) -> int:
-    """The exit code: 1 if a check finds faults."""
-    parser = script_parser("python -m scripts.render", __doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
-    if parser.parse_args(argv).check:
-        faults = check(root)
+def render(root: Path, check: bool) -> int:
+    """Render the documentation in `root`, or list its faults; the exit code. Raises UserError if it cannot be rendered;
+    then no text is changed."""
+    records, faults, changed = Records(root), [], dict[Path, str]()
+    for path in documents(root):
+        old = path.read_text(encoding="utf-8")
+        text, errors, stale = rendered(old, records)
+        name = path.relative_to(root)
+        if errors and not check:
+            raise UserError(f"{name}: {errors[0]}")
+        faults += [f"{name}: {words}" for words in errors + stale]
+        changed |= {path: text} if text != old else {}
+    pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
+    if check:
+        faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
-    changed = render_all(root)
-    print(*(f"Written: {name}" for name in changed), *[] if changed else ["Nothing has changed."], sep="\n")
+    for path, text in changed.items():
+        replace_file(path, text)
+    for picture in pictures:
+        draw_picture(picture, records)
+    written = [*(str(path.relative_to(root)) for path in changed), *pictures]
+    print(*[f"Written: {name}" for name in written] or ["Nothing has changed."], sep="\n")
     return 0
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    return as_command("render", lambda: render_or_check(root, argv), "No text was written.")
+    parser = script_parser("python -m scripts.render", __doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
+    return as_command("render", lambda: render(root, parser.parse_args(argv).check), "No text was written.")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,10 @@
     python -m scripts.trainHead bundled-target models/my-head --texts books/ wiki.valid.tokens:8 --hours 0.5
     python -m scripts.trainHead SmolLM2-135M-Instruct models/my-head --texts books/ --hours 4 --draftVocab 8192
 
-The target first writes the texts to train on and reads them (scripts/headTexts.py); the hidden states that the head
-needs are kept on disk. Last, the head is trained on them.
-
-Everything is kept in OUT. If the script is stopped, the same command continues where it stopped. The head in OUT can be
-used as soon as it exists. At the end OUT/head-TARGET.json holds the acceptance on text that is not trained on, over
-the tokens trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord
-head-TARGET --from OUT` keeps it for the documentation.
+The target writes the texts to train on and reads them (scripts/headTexts.py). All is kept in OUT, and the same command
+continues where one stopped. OUT/head-TARGET.json has the acceptance on text that is not trained on, over the tokens
+trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord head-TARGET --from
+OUT` keeps it for the documentation.
 """
 
 from __future__ import annotations
@@ -18,12 +15,11 @@ import json
 import math
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -38,14 +34,14 @@ from inputs.commandLine import as_command, number, path, script_parser, text, wh
 from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
-from inputs.texts import find_prompts
-from scripts.headTexts import WRITTEN, Part, TextBatch, acceptance_on, batch_of, output_layer, prepare_parts, tapped
+from inputs.texts import find_prompts, read_questions
+from scripts import headTexts
+from scripts.headTexts import Part, TextBatch
 from scripts.training import GAMMA, LAYERS, Pair, Recipe, Trainer, chain_loss
 from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
-LENGTHS = (256,) * 7 + (1024,)
-RECIPE = Recipe(batch=1024, lengths=LENGTHS, adam_rate=4e-3, head_start=1e-4, weight_decay=0.1, clip=1.0, fused=False)
+RECIPE = Recipe(batch=1024, lengths=(256,) * 7 + (1024,), adam_rate=4e-3, weight_decay=0.1)
 VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from RECIPE; eagle-1 is the first EAGLE's
     "head": {},
     "last-layer": {"layers": "last"},
@@ -56,14 +52,11 @@ VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from REC
     "eagle-1": {"layers": "last", "unroll": 1, "feature_loss": True, "finish": 0.0},
     "medusa": {"kind": "medusa"},
 }
+TEXTS = "texts", "passages", "questions"  # of the flags: not in the record
 RECORDED = "kind", "layers", "unroll", "feature_loss", "opening", "finish"  # what files say of a recipe
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
-SEEDS = 1 << 20  # a step's windows are drawn from the seed `--seed * SEEDS + step`
 MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
-LIKE_TARGET = (  # what a head's config has from its target's, if it begins as the target's last layer
-    "intermediate_size", "rms_norm_eps", "rope_parameters", "head_dim", "hidden_act", "attention_bias", "mlp_bias",
-)  # fmt: skip
 RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
 # Both networks guess GAMMA tokens in a row. `chain(batch, steps)` gives their last hidden states, from which the output
@@ -157,12 +150,12 @@ def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> T
         return MedusaHeads(d)
     if width != d:
         raise UserError(f"{target.name} has embeddings whose width differs from its layers'; heads are not supported")
-    copied = {name: getattr(of_target, name) for name in LIKE_TARGET} if llama_layers(target) else {}
-    sizes = {"vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": 1, "num_attention_heads": heads}
-    sizes |= {"num_key_value_heads": getattr(of_target, "num_key_value_heads", None) or heads}
-    sizes |= {"max_position_embeddings": target.context, "intermediate_size": MLP * d} | copied
-    head = {"layers": tapped(target, recipe.layers)}
-    return TrainedHead.of(LlamaConfig(**sizes, tie_word_embeddings=False, head=head), target, tokens)
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": getattr(of_target, "num_key_value_heads", heads)}
+    sizes |= {"intermediate_size": MLP * d, "max_position_embeddings": target.context}
+    sizes |= of_target.to_dict() if llama_layers(target) else {}  # The head begins as its last layer.
+    sizes |= {"vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": 1, "tie_word_embeddings": False}
+    head = {"layers": headTexts.tapped(target, recipe.layers)}
+    return TrainedHead.of(LlamaConfig(**sizes, head=head), target, tokens)
 
 
 def llama_layers(target: CachedModel) -> list[nn.Module]:
@@ -204,69 +197,55 @@ def begin_near_target(network: TrainedHead, target: CachedModel, texts: Sequence
     network.join.weight.copy_(torch.linalg.solve(squares, cross).mT)
 
 
-class HeadTrainer(Trainer):
-    """Trains a head, or Medusa's heads, in the folder `out`. parts: of `prepare_parts`, the first is held out. output:
-    the target's output layer, for the tokens that are guessed."""
+def texts_of(part: Part, output: RestrictedHead) -> list[TextBatch]:
+    """Each text of a part, as a batch of its own."""
+    lengths = torch.bincount(part["text"])
+    starts = lengths.cumsum(0) - lengths
+    return [headTexts.batch_of([(part, *place)], output.weight) for place in zip(starts.tolist(), lengths.tolist())]
 
-    def __init__(
-        self, recipe: Recipe, out: Path, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
-    ) -> None:
-        self.out, self.args, self.parts, self.output = out, args, parts[1:], output
-        self.autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
-        torch.manual_seed(args.seed)
-        network = new_network(recipe, target, output.tokens if args.draftVocab else None).to(target.device)
-        if isinstance(network, TrainedHead):
-            begin_near_target(network, target, list(self.texts_of(parts[1]))[::FITTED])
-        self.held_out = list(self.texts_of(parts[0]))
-        out.mkdir(parents=True, exist_ok=True)
-        self.recorded = {name: getattr(recipe, name) for name in RECORDED}
-        self.about = {"recipe": self.recorded, "tokens": output.tokens.tolist()}
-        self.checkpoint = out / "training.pt"
-        super().__init__(recipe, network, out.name)
 
-    def texts_of(self, part: Part) -> Iterator[TextBatch]:
-        """Each text of a part, as a batch of its own."""
-        lengths = torch.bincount(part["text"])
-        for start, length in zip((lengths.cumsum(0) - lengths).tolist(), lengths.tolist()):
-            yield batch_of([(part, start, length)], self.output.weight)
+def head_trainer(
+    recipe: Recipe, out: Path, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
+) -> Trainer:
+    """The training of a head, or of Medusa's heads, in the folder `out`. parts: of `prepare_parts`, the first is held
+    out. output: the target's output layer, for the tokens that are guessed."""
+    autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
+    torch.manual_seed(args.seed)
+    network = new_network(recipe, target, output.tokens if args.draftVocab else None).to(target.device)
+    if isinstance(network, TrainedHead):
+        begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
+    out.mkdir(parents=True, exist_ok=True)
+    held_out, recorded = texts_of(parts[0], output), {name: getattr(recipe, name) for name in RECORDED}
 
-    def batch(self, rows: int, length: int) -> TextBatch:
-        """Windows of the texts, from any place of them. Which ones depends on the seed and the step alone."""
-        places = np.array([max(0, len(part["tokens"]) - length + 1) for part in self.parts])
-        if not places.sum():
-            raise UserError(f"the texts have fewer than {length} tokens; raise --written")
-        windows, ends = [], places.cumsum()
-        for place in np.random.default_rng(self.args.seed * SEEDS + self.step).integers(ends[-1], size=rows):
-            index = int(np.searchsorted(ends, place, side="right"))
-            windows.append((self.parts[index], int(place - ends[index] + places[index]), length))
-        return batch_of(windows, self.output.weight)
-
-    def loss(self, batch: TextBatch) -> Tensor:
+    def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
         that the target rejects. The feature loss is not in its value."""
-        recipe, finishing = self.recipe, self.share >= 1 - self.recipe.finish
-        steps = 1 if recipe.kind == "head" and self.share < recipe.opening else recipe.unroll
-        with torch.autocast(self.device.type, self.autocast, self.autocast != torch.float32):
-            hidden = self.network.chain(batch, steps).float()
+        finishing = trainer.share >= 1 - recipe.finish
+        batch = headTexts.random_windows(parts[1:], rows, length, (args.seed, trainer.step), output.weight)
+        steps = 1 if recipe.kind == "head" and trainer.share < recipe.opening else recipe.unroll
+        with torch.autocast(target.device.type, autocast, autocast != torch.float32):
+            hidden = network.chain(batch, steps).float()
         weights = chain_weights(batch.text, steps)
         weights *= (STEP_WEIGHT ** torch.arange(steps, device=weights.device))[:, None, None]
         weights /= weights.sum()
         flat = hidden.flatten(1, 2), batch.last.flatten(0, 1), batch.sums.flatten(0, 1), weights.flatten(1)
-        loss = chain_loss(*flat, self.output, finishing)
+        total = chain_loss(*flat, output, finishing)
         if recipe.feature_loss and not finishing:
             away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
             feature_loss = (away * weights).sum()
-            loss = loss + (feature_loss - feature_loss.detach())
-        return loss
+            total = total + (feature_loss - feature_loss.detach())
+        return total
 
-    def measure(self) -> dict[str, Any]:
-        return acceptance_on(self.network, self.output, self.held_out, self.autocast)
+    def measure(trainer: Trainer) -> dict[str, Any]:
+        """The acceptance on text that is held out. The head is saved with it."""
+        figures = headTexts.acceptance_on(network, output, held_out, autocast)
+        if isinstance(network, HeadNetwork):
+            record = {"recipe": recorded, "seed": args.seed, "measured": [{"step": trainer.step} | figures]}
+            save_head(network, out, model_version(args.folder), record)
+        return figures
 
-    def save(self) -> None:
-        super().save()
-        if isinstance(self.network, HeadNetwork):
-            record = {"recipe": self.recorded, "seed": self.args.seed, "measured": self.history[-1:]}
-            save_head(self.network, self.out, model_version(self.args.folder), record)
+    about = {"recipe": recorded, "tokens": output.tokens.tolist()}
+    return Trainer(recipe, network, out.name, loss, measure, out / "training.pt", about)
 
 
 def head_flags(argv: Sequence[str]) -> Namespace:
@@ -274,9 +253,9 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     add, of_steps = parser.add_argument, f"of training, of {RECIPE.batch} tokens each, instead of --hours"
     add("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
     add("out", type=path, metavar="OUT", help="the folder of the head")
-    add("--texts", nargs="+", type=text, help="texts whose passages the target continues (the samples)")
+    add("--texts", nargs="+", type=text, default=["sample"], help="texts whose passages the target continues (sample)")
     add("--prompts", type=text, help="a JSONL file of users' turns, for a chat model (it writes them)")
-    add("--written", type=whole(1), default=WRITTEN, help=f"tokens the target writes ({WRITTEN:,})")
+    add("--written", type=whole(1), default=headTexts.WRITTEN, help="tokens the target writes (2,000,000)")
     add("--data", type=path, help="where the texts and their hidden states are kept (OUT/texts)")
     add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
     add("--steps", type=whole(1), help=of_steps)
@@ -293,6 +272,8 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     args.data = args.data or args.out / "texts"
     if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
         raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
+    args.questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
+    args.passages = headTexts.read_passages(args.texts)
     if args.kind == "medusa" and (args.layers != "three" or args.unroll != GAMMA or args.featureLoss):
         raise UserError("--layers, --unroll and --featureLoss are for --kind head; leave them out")
     return args
@@ -306,32 +287,34 @@ def train_heads(argv: Sequence[str]) -> None:
     target.model.requires_grad_(False)
     if args.draftVocab and args.draftVocab > target.vocabulary:
         raise UserError(f"--draftVocab {args.draftVocab} exceeds the vocabulary of {target.vocabulary} tokens")
-    parts, tokens = prepare_parts(args, target), None
+    parts, cut = headTexts.prepare_parts(args, target), None
     if args.draftVocab:  # the most frequent tokens of the texts to train on, with those that end a text, ascending
         counts = sum(torch.bincount(part["tokens"].long(), minlength=target.vocabulary) for part in parts[1:])
         counts[[token for token in end_tokens(args.folder, tokenizer) if token < target.vocabulary]] = counts.sum() + 1
-        tokens = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
-    output = output_layer(target, tokens)
+        cut = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
+    output = headTexts.output_layer(target, cut)
     changes = {"kind": args.kind, "layers": args.layers, "unroll": args.unroll, "feature_loss": args.featureLoss}
     end = {"tokens": args.steps * RECIPE.batch} if args.steps else {"seconds": 3600 * args.hours}
     variants = {}
     for name, changed in (VARIANTS if args.ablation else {args.kind: changes}).items():
         out = args.out / name if args.ablation else args.out
-        trainer = HeadTrainer(replace(RECIPE, **end, **changed), out, args, parts, target, output)
+        recipe = replace(RECIPE, **end, **changed)
+        trainer = head_trainer(recipe, out, args, parts, target, output)
         trainer.train()
         parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
-        variants[name] = {"recipe": trainer.recorded, "parameters": parameters, "history": trainer.history}
+        recorded = {name: getattr(recipe, name) for name in RECORDED}
+        variants[name] = {"recipe": recorded, "parameters": parameters, "history": trainer.history}
         positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])
         passing = f"{last['alpha']:.3f} of the tested guesses pass ({positions} by position)"
-        tokens_per_round = f"{last['tokens_per_round']:.2f} tokens a round"
-        print(f"{out.name:>12}: {passing}; at gamma {GAMMA} that is {tokens_per_round}", flush=True)
+        rounds = f"at gamma {GAMMA} that is {last['tokens_per_round']:.2f} tokens a round"
+        print(f"{out.name:>12}: {passing}; {rounds}", flush=True)
     # Of a folder or a file the record has the name alone.
-    flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key != "texts"}
+    flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key not in TEXTS}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
-    texts = {"tokens": sum(len(part["tokens"]) for part in parts), "seconds": sum(float(p["seconds"]) for p in parts)}
-    about = origin([Path(word).name for word in argv], flags, args.device, models)
-    record = {"program": "-m scripts.trainHead", **about, "dtype": pick_dtype(args.device)}
-    record |= {"written": texts, "variants": variants}
+    record = origin([Path(word).name for word in argv], flags, args.device, models)
+    record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": variants}
+    tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))
+    record["written"] = {"tokens": tokens, "seconds": seconds}
     name = f"{'ablation' if args.ablation else 'head'}-{args.folder.name}.json"
     replace_file(args.out / name, json.dumps(record, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from engine.sharedWeights import RestrictedHead
-from inputs.commandLine import one_line
+from inputs.files import library_errors
 from inputs.progress import Bar
 from utils import Sampling, UserError, least_kept, probabilities
 
 GAMMA = 4  # guesses of a round that a head is trained and measured for
 LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature of a head comes from
-LOG_LINES = 20  # of a training
-CHECKPOINT_EVERY = 120.0  # seconds
-LAST = 0.8  # share of a training after which its last row lengths are used
+LOG_LINES = 20  # of a training, each with a checkpoint
+PROGRESS = "step", "seconds", "history", "losses"  # what a checkpoint has of a training, beside weights and optimizers
+MUON_RATE = 0.02  # the highest
+WARM_UP, HEAD_START = 0.02, 1e-4  # share of a training over which the rates rise, and by which they are ahead
+CLIP = 1.0  # the longest gradient
 SAMPLING = Sampling()  # temperature 0.85, top-p 0.9: what a draft meets if no flag says otherwise
-TOP = 256  # tokens of the target's distribution that `rejection` compares, the most probable ones
 DIVERGENCE = 0.3  # weight of the divergence at temperature 1 beside -a
 SHARPNESS = 4  # a token is inside the draft's nucleus by sigmoid(SHARPNESS * log(probability / edge))
 WIDEST = 0.2  # the edge is at least this share of the least probable token inside
@@ -56,19 +56,11 @@ class Recipe:
     # What a step reads: rows of one length.
     batch: int = 2048  # tokens
     lengths: tuple[int, ...] = (256,)  # of the rows of each step, cyclically
-    last_lengths: tuple[int, ...] | None = None  # those of the last fifth; None: the same
-    labelled: Mapping[int, int] | None = None  # {row length: how many rows} that a teacher labels once for acceptance
+    acceptance: bool = False  # on texts that the teacher writes, the loss is the share of guesses that it rejects
 
     # Muon trains matrices, AdamW all other weights and both embeddings. The rates rise, then fall to zero on a cosine.
-    muon_rate: float = 0.02  # the highest
-    adam_rate: float = 3e-3
-    peak: float = 1.0  # multiplies both
-    warm_up: float = 0.02  # share over which they rise
-    head_start: float = 0.0  # share by which they are ahead: with 0, the first step changes nothing
+    adam_rate: float = 3e-3  # the highest
     weight_decay: float = 0.0  # of matrices
-    fused: bool = True  # AdamW as one kernel, which rounds otherwise and is faster for embeddings
-    clip: float = math.inf  # the longest gradient
-    averaged: bool = False  # the result is the mean of the weights before and after
 
     # A head only.
     kind: str = "head"  # or "medusa"
@@ -79,41 +71,29 @@ class Recipe:
     feature_loss: bool = False  # also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2)
 
 
-class Trainer(ABC):
-    """Trains the weights of `network` that require a gradient.
+@dataclass
+class Trainer:
+    """Trains the weights of `network` that require a gradient."""
 
-    label: its name in the log. checkpoint: a file that is written every CHECKPOINT_EVERY seconds, from which `train`
-    resumes. about: what a checkpoint must have in common with this training.
-    """
+    recipe: Recipe
+    network: nn.Module
+    label: str  # in the log
+    loss: Callable[[Trainer, int, int], Tensor]  # of the next step, on so many rows of so many tokens
+    measure: Callable[[Trainer], dict[str, Any]] = lambda trainer: {}  # more figures for the log
+    checkpoint: Path | None = None  # a file, written with each line of the log, from which `train` resumes
+    about: Mapping[str, Any] | None = None  # what a checkpoint must have in common with this training
 
-    checkpoint: Path | None = None
-    about: dict[str, Any] = {}
-
-    def __init__(self, recipe: Recipe, network: nn.Module, label: str) -> None:
-        self.recipe, self.network, self.label = recipe, network, label
-        self.weights = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self.device = next(iter(self.weights.values())).device
+    def __post_init__(self) -> None:
+        self.weights = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
         matrices = {n: p for n, p in self.weights.items() if p.ndim == 2 and not re.search("embed|lm_head", n)}
-        others = [weight for name, weight in self.weights.items() if name not in matrices]
+        others, decay = [p for n, p in self.weights.items() if n not in matrices], self.recipe.weight_decay
         self.optimizers = [
-            torch.optim.Muon([*matrices.values()], lr=0.0, weight_decay=recipe.weight_decay, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=recipe.fused),
+            torch.optim.Muon([*matrices.values()], lr=0.0, weight_decay=decay, adjust_lr_fn="original"),
+            torch.optim.AdamW(others, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
         self.history: list[dict[str, Any]] = []  # lines of the log
-
-    @abstractmethod
-    def batch(self, rows: int, length: int) -> Any:
-        """The input of the next step: `rows` rows of `length` tokens."""
-
-    @abstractmethod
-    def loss(self, batch: Any) -> Tensor:
-        """The loss of the step. Its value is logged."""
-
-    def measure(self) -> dict[str, Any]:
-        """More figures for the log."""
-        return {}
 
     @property
     def share(self) -> float:
@@ -122,37 +102,35 @@ class Trainer(ABC):
 
     def train(self) -> None:
         """Train to the end, from a checkpoint if there is one. Raises UserError if that is broken or another's."""
-        before = [p.detach().clone() for p in self.weights.values()] if self.recipe.averaged else []
-        if self.checkpoint and self.checkpoint.exists():
-            self.resume(self.checkpoint)
-        saved = time.monotonic()
+        if (file := self.checkpoint) and file.exists():
+            with library_errors(f"{file} cannot be read", "remove it to train anew"):
+                state = torch.load(file, map_location=next(iter(self.weights.values())).device, weights_only=True)
+                if state["about"] != self.about:
+                    other = f"{file.parent} holds a training with other flags"
+                    raise UserError(f"{other}; name another OUT, or remove {file}")
+                self.network.load_state_dict(state["weights"], strict=False)
+                for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
+                    optimizer.load_state_dict(earlier)
+                for name in PROGRESS:
+                    setattr(self, name, state[name])
         with Bar(f"{self.label} is trained", 100, " %") as bar:
             while (share := self.share) < 1:
                 self.one_step()
                 bar.update(int(100 * min(1.0, self.share)) - bar.done)
-                if log := int(LOG_LINES * share) != int(LOG_LINES * self.share):
+                if int(LOG_LINES * share) != int(LOG_LINES * self.share):
                     self.log()
-                if log or time.monotonic() - saved > CHECKPOINT_EVERY:
-                    self.save()
-                    saved = time.monotonic()
         if not self.history or self.history[-1]["step"] != self.step:  # A checkpoint was already beyond the end.
             self.log()
-            self.save()
-        with torch.no_grad():
-            for weight, earlier in zip(self.weights.values(), before):
-                weight.lerp_(earlier, 0.5)
 
     def one_step(self) -> None:
         recipe, share, begin = self.recipe, self.share, time.monotonic()
-        lengths = recipe.last_lengths if recipe.last_lengths and share > LAST else recipe.lengths
-        length = lengths[self.step % len(lengths)]
-        loss = self.loss(self.batch(recipe.batch // length, length))
+        length = recipe.lengths[self.step % len(recipe.lengths)]
+        loss = self.loss(self, recipe.batch // length, length)
         loss.backward()
-        if recipe.clip < math.inf:
-            nn.utils.clip_grad_norm_(self.weights.values(), recipe.clip)
-        factor = min((share + recipe.head_start) / recipe.warm_up, 0.5 + 0.5 * math.cos(math.pi * share))
-        for optimizer, rate in zip(self.optimizers, (recipe.muon_rate, recipe.adam_rate)):
-            optimizer.param_groups[0]["lr"] = rate * recipe.peak * factor
+        nn.utils.clip_grad_norm_(self.weights.values(), CLIP)
+        factor = min((share + HEAD_START) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * share))
+        for optimizer, rate in zip(self.optimizers, (MUON_RATE, recipe.adam_rate)):
+            optimizer.param_groups[0]["lr"] = rate * factor
             optimizer.step()
             optimizer.zero_grad()
         self.losses.append(loss.item())
@@ -160,38 +138,19 @@ class Trainer(ABC):
         self.seconds += time.monotonic() - begin
 
     def log(self) -> None:
-        """Add a line to `history`, and show it."""
-        tokens = self.step * self.recipe.batch
-        line = {"step": self.step, "tokens": tokens, "seconds": round(self.seconds, 1)}
-        line |= {"tokens_per_second": round(tokens / max(self.seconds, 1e-3))}
+        """Add a line to `history`, show it, and write the checkpoint, in one step, so that it is never incomplete."""
+        line = {"step": self.step, "tokens": self.step * self.recipe.batch, "seconds": round(self.seconds, 1)}
         line |= {"memory": psutil.Process().memory_info().rss, "loss": float(np.mean(self.losses[-100:]))}
-        self.history.append(line | self.measure())
+        self.history.append(line | self.measure(self))
         figures = ", ".join(f"{name} {np.round(value, 4)}" for name, value in self.history[-1].items())
         print(f"{self.label}: {figures}", file=sys.stderr, flush=True)
-
-    def save(self) -> None:
-        """Write the checkpoint in one step, so that it is never incomplete."""
         if self.checkpoint:
-            progress = {name: getattr(self, name) for name in ("step", "seconds", "history")}
-            weights = {name: p.detach() for name, p in self.weights.items()}
-            optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
-            state = {"weights": weights, "optimizers": optimizers, "losses": self.losses[-100:], **progress}
+            state = {name: getattr(self, name) for name in PROGRESS} | {"about": self.about}
+            state |= {"weights": {name: p.detach() for name, p in self.weights.items()}}
+            state |= {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
             temporary = self.checkpoint.with_name(f".{self.checkpoint.name}")
-            torch.save(state | self.about, temporary)
+            torch.save(state, temporary)
             os.replace(temporary, self.checkpoint)
-
-    def resume(self, file: Path) -> None:
-        try:
-            state = torch.load(file, map_location=self.device, weights_only=True)
-        except Exception as error:  # A broken file can raise nearly anything.
-            raise UserError(f"{file} cannot be read ({one_line(error)}); remove it to train anew") from None
-        if any(state.get(name) != value for name, value in self.about.items()):
-            raise UserError(f"{file.parent} holds a training with other flags; name another OUT, or remove {file}")
-        self.network.load_state_dict(state["weights"], strict=False)
-        for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
-            optimizer.load_state_dict(earlier)
-        for name in "step", "seconds", "history", "losses":
-            setattr(self, name, state[name])
 
 
 def at_a_time(device: torch.device) -> int:
@@ -215,25 +174,11 @@ def in_parts(inputs: Tensor, loss_of: Callable[[Tensor, slice], Pair]) -> Tensor
     return total + (differentiable - differentiable.detach())
 
 
-def rejection(logits: Tensor, top: Tensor, p: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
+def rejection(logits: Tensor, plain: Tensor, drawn: Tensor) -> Pair:
     """1 - a `[N, 1]`, and the gradient of -a + DIVERGENCE * KL(target || draft at temperature 1) by `logits[N, V]`.
 
-    top: the target's most probable tokens `[N, K]`. p: the probabilities they are drawn with, plain: those at
-    temperature 1 without top-p, `[N, K]`. In the divergence, all other tokens count as one.
-    """
-    accepted, gradient = acceptance_gradient(logits, top, p)
-    probs = logits.softmax(-1)
-    q = probs.gather(-1, top)
-    rest = (1 - plain.sum(-1, keepdim=True)).clamp(min=0) / (1 - q.sum(-1, keepdim=True)).clamp(min=1e-4)
-    divergence_gradient = probs.mul_(1 - rest).scatter_(-1, top, q - plain)
-    return 1 - accepted, gradient.add_(divergence_gradient, alpha=DIVERGENCE)
-
-
-def acceptance_gradient(logits: Tensor, top: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """a `[N, 1]`, and the gradient of -a by `logits[N, V]`.
-
-    Top-p has no gradient. So the edge of the draft's nucleus is soft in a (`soft_nucleus`), and moves such that the
-    nucleus always holds the same share.
+    plain, drawn: the target's `distributions`. Top-p has no gradient. So the edge of the draft's nucleus is soft in a
+    (`soft_nucleus`), and moves such that the nucleus always holds the same share.
     """
     probs = (logits / SAMPLING.temperature).softmax(-1)
     inside, _ = soft_nucleus(probs)
@@ -242,14 +187,15 @@ def acceptance_gradient(logits: Tensor, top: Tensor, p: Tensor) -> tuple[Tensor,
     # If a token's probability rises, the edge rises by `shift`: what the nucleus holds stays the same share.
     crowd = (probs * inside * near).sum(-1, keepdim=True).clamp(min=0.05)
     shift = probs * (inside + inside * near - held) / crowd
-    q = (inside * probs / held).gather(-1, top)
-    accepted = torch.minimum(p, q).sum(-1, keepdim=True)
-    pull, near = torch.where(q < p, q, 0.0), near.gather(-1, top)  # pull: d a / d log q
-    gradient = probs * pull.sum(-1, keepdim=True) + shift * (pull * near).sum(-1, keepdim=True)
-    return accepted, gradient.scatter_add_(-1, top, -pull * (1 + near)).div_(SAMPLING.temperature)
+    q = inside * probs / held
+    pull = torch.where(q < drawn, q, 0.0)  # d a / d log q
+    gradient = probs * pull.sum(-1, keepdim=True) + shift * (pull * near).sum(-1, keepdim=True) - pull * (1 + near)
+    _, divergence_gradient = cross_entropy(logits, plain)
+    gradient = gradient.div_(SAMPLING.temperature).add_(divergence_gradient, alpha=DIVERGENCE)
+    return 1 - torch.minimum(drawn, q).sum(-1, keepdim=True), gradient
 
 
-def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
+def soft_nucleus(probs: Tensor) -> Pair:
     """How far each token is inside the nucleus of `probs[N, V]`, from 0 to 1 `[N, V]`, and the edge of the nucleus
     `[N, 1]`.
 
@@ -268,28 +214,6 @@ def soft_nucleus(probs: Tensor) -> tuple[Tensor, Tensor]:
     return (SHARPNESS * (probs.clamp(min=1e-30) / edge).log()).sigmoid_(), edge
 
 
-def most_probable(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of `rejection` from the target's `logits[N, V]`: top, int16, p and plain, float16, each `[N, TOP]`. A
-    nucleus of more than TOP tokens loses the least probable of them; the others keep their probabilities, about."""
-    logits = logits.float()
-    values, top = logits.topk(min(TOP, logits.shape[-1]))
-    plain = (values - logits.logsumexp(-1, keepdim=True)).exp()
-    logits = logits / SAMPLING.temperature
-    p = (values / SAMPLING.temperature - logits.logsumexp(-1, keepdim=True)).exp()
-    p = p.masked_fill(p.cumsum(-1) - p >= SAMPLING.top_p, 0.0)
-    return top.to(torch.int16), (p / p.sum(-1, keepdim=True).clamp(min=SAMPLING.top_p)).half(), plain.half()
-
-
-def rejection_loss(logits: Tensor, top: Tensor, p: Tensor, plain: Tensor) -> Tensor:
-    """The mean of `rejection` over all places of `logits[N, V]`, with its gradient."""
-
-    def of_part(logits_of_part: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        loss, gradient = rejection(logits_of_part.float(), top[part].long(), p[part].float(), plain[part].float())
-        return loss.sum() / len(logits), gradient / len(logits)
-
-    return in_parts(logits, of_part)
-
-
 def output_logits(output: RestrictedHead, hidden: Tensor) -> Tensor:
     """The logits of last hidden states `[..., d]` for the V tokens of the target's output layer, float32 `[..., V]`."""
     return output.inner(hidden.to(output.weight.dtype)).float()
@@ -305,7 +229,7 @@ def sums_of(output: RestrictedHead, last: Tensor) -> Tensor:
     return torch.stack([logits.logsumexp(-1), nucleus, least], -1)
 
 
-def distributions(logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+def distributions(logits: Tensor, sums: Tensor) -> Pair:
     """The target's own distribution, and the one that tokens are drawn from with SAMPLING, of `logits[n, V]` for the
     head's tokens and the `sums[n, 3]` over all tokens: if the output layer is cut, they do not sum to 1."""
     whole, nucleus, least = sums.split(1, -1)
@@ -313,7 +237,7 @@ def distributions(logits: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     return (logits - whole).exp(), drawn
 
 
-def cross_entropy(logits: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, plain: Tensor) -> Pair:
     """-sum_x p(x) log q(x) `[n, 1]`, at temperature 1, and its gradient by `logits[n, V]`."""
     log_q = logits.log_softmax(-1)
     loss = -(plain * log_q).sum(-1, keepdim=True)
@@ -323,24 +247,23 @@ def cross_entropy(logits: Tensor, plain: Tensor) -> tuple[Tensor, Tensor]:
 def chain_loss(
     hidden: Tensor, last: Tensor, sums: Tensor, weights: Tensor, output: RestrictedHead, finishing: bool
 ) -> Tensor:
-    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`.
+    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`, or by a draft's
+    own logits `[1, N, V]`.
 
-    last `[N, d]`, sums `[N, 3]`: of the target. weights `[steps, N]`: of each place's loss, which is `cross_entropy`,
-    or in the end `rejection`.
+    last `[N, d]`, sums `[N, 3]`: of the target, whose output layer is `output`. weights `[steps, N]`: of each place's
+    loss, which is `cross_entropy`, or in the end `rejection`.
     """
+    are_logits = hidden.shape[-1] != last.shape[-1]
 
-    def of_part(states: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        target = output_logits(output, last[part])
-        plain, drawn = distributions(target, sums[part])
-        if finishing:
-            top = target.topk(min(TOP, target.shape[-1])).indices
-            labels = top, drawn.gather(-1, top), plain.gather(-1, top)
-        total, gradients = states.new_zeros(()), []
+    def of_part(states: Tensor, part: slice) -> Pair:
+        plain, drawn = distributions(output_logits(output, last[part]), sums[part])
+        total, gradients = states.new_zeros((), dtype=torch.float32), []
         for x, weight in zip(states, weights[:, part, None]):
-            logits = output_logits(output, x)
-            loss, gradient = rejection(logits, *labels) if finishing else cross_entropy(logits, plain)
+            logits = x.float() if are_logits else output_logits(output, x)
+            loss, gradient = rejection(logits, plain, drawn) if finishing else cross_entropy(logits, plain)
             total += (loss * weight).sum()
-            gradients.append((gradient * weight).to(output.weight.dtype) @ output.weight)
+            by_logits = gradient * weight
+            gradients.append(by_logits if are_logits else by_logits.to(output.weight.dtype) @ output.weight)
         return total, torch.stack(gradients)
 
     return in_parts(hidden, of_part)

@@ -121,6 +121,17 @@ def model_folder(pair_folder, tmp_path):
     return Path(shutil.copytree(pair_folder / "target", tmp_path / "model"))
 
 
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the documentation and its records, which the test may change."""
+    folder = tmp_path / "copy"
+    for name in ("docs", "figures"):
+        shutil.copytree(ROOT / name, folder / name)
+    for name in ("README.md", "README.zh-CN.md"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory):
     """Four paragraphs of some 90 characters."""

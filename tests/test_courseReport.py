@@ -4,11 +4,10 @@ import io
 import re
 import shlex
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from conftest import ROOT, few_mistakes
 from localHub import Repository
+from test_speed import measurement as timed
 
 import downloadModel
 from experiments.runRecord import origin
@@ -17,7 +16,7 @@ from inputs import files
 from report.results import Results
 from report.sources import REPORT, REPORT_PROMPTS, REPORT_SPEED
 from scripts import courseReport
-from scripts.courseReport import CACHED, NO_CACHE, Column, perplexities_beside, speeds_beside
+from scripts.courseReport import CACHED, NO_CACHE, speeds_beside
 
 TARGET, MID, DRAFT = (f"EleutherAI/pythia-{size}" for size in ("2.8b", "410m", "70m"))
 SMALL = "--sentences 1 --sentenceLimit 100 --maxLen 4 --repeats 1 --device cpu"
@@ -27,7 +26,7 @@ LOCAL = ("bundled-target", "bundled-draft", "--data", "sample")
 
 def parquet(texts):
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), buffer)
+    datasets.Dataset.from_dict({"text": texts}).to_parquet(buffer)
     return buffer.getvalue()
 
 
@@ -37,10 +36,8 @@ def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
     for name, folder in ((TARGET, "target"), (MID, "target"), (DRAFT, "draft")):
         hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
-    lines = [
-        " = Harbour = \n",
-        *(" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)),
-    ]
+    lines = [" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)]
+    lines.insert(0, " = Harbour = \n")
     hub.datasets["Salesforce/wikitext"] = Repository({"wikitext-2-raw-v1/test-00000-of-00001.parquet": parquet(lines)})
     books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n" * 5 for i in range(3)]
     hub.datasets["emozilla/pg19"] = Repository({"data/test-00000-of-00001.parquet": parquet(books)})
@@ -54,10 +51,8 @@ def run(folder, *more):
 def tables_of(page, heading):
     """The tables of a section: lists of rows, which are lists of cells."""
     (section,) = re.findall(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page, re.M | re.S)
-    blocks = re.findall(r"(?:^\|.*\n?)+", section, re.M)
-    return [
-        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in block.splitlines()] for block in blocks
-    ]
+    blocks = [block.splitlines() for block in re.findall(r"(?:^\|.*\n?)+", section, re.M)]
+    return [[[cell.strip() for cell in line.strip("|").split("|")] for line in block] for block in blocks]
 
 
 def finished(words):
@@ -98,7 +93,7 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert [row[0] for row in perplexity[2:]] == ["wikitext", "pg19", "the report (WikiText-2)"]
     wikitext, divided = float(perplexity[2][4].replace(",", "")), float(perplexity[2][-1])
     assert divided == pytest.approx(wikitext / REPORT["target"], abs=1e-3)
-    assert perplexity[3][-1] == "-" and perplexity[4][-1] == "1.000"  # the report has no figure for PG-19
+    assert perplexity[3][-1] == ""  # the report has no figure for PG-19
     assert all(tables_of(page, f"Perplexity: {data}") for data in ("wikitext", "pg19"))
     pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
     assert len(pictures) == 4 and all((folder / picture).exists() for picture in pictures)  # speeds, sweep, tests
@@ -129,18 +124,16 @@ def test_a_step_that_fails_is_one_line_and_the_others_go_on(tmp_path, monkeypatc
     assert run(tmp_path, *LOCAL, "--flags", "--gamma 3") == 0 and len(commands) == 6  # the five that read gamma
 
 
-def test_an_interruption_leaves_a_page_and_goes_on(tmp_path, monkeypatch, capsys):
+def test_an_interruption_leaves_a_page_and_goes_on(pair_folder, text_file, tmp_path, monkeypatch, capsys):
+    """Models and texts are folders and files with a path from the root."""
+    words = str(pair_folder / "target"), str(pair_folder / "draft"), "--data", str(text_file)
     answers = iter([0, 130])
     monkeypatch.setattr(courseReport, "test_py", lambda words: next(answers) or finished(words))
-    assert run(tmp_path, *LOCAL) == 130
+    assert run(tmp_path, *words) == 130
     assert "the same command continues" in capsys.readouterr().err
     assert (tmp_path / "report.md").read_text().count("Not measured.") == 6
-
-
-def test_models_are_also_folders_with_a_path_from_the_root(pair_folder, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr(courseReport, "test_py", finished)
-    models = str(pair_folder / "target"), str(pair_folder / "draft")
-    assert run(tmp_path, *models, "--data", str(text_file)) == 0
+    assert run(tmp_path, *words) == 0 and "measured before, run run0" in capsys.readouterr().out
 
 
 def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, monkeypatch, capsys):
@@ -163,34 +156,14 @@ def test_a_wrong_flag_is_one_line_before_anything_is_downloaded(hub, tmp_path, c
     assert hub.requests == []
 
 
-def timed(method, throughput):
-    figures = {"ttft": 0.1, "tpot": 1 / throughput, "report_tpot": 1 / throughput, "seconds": 1.0}
-    counts = {"rounds": 1, "drafted": 0, "accepted": 0, "acceptance_by_position": [], "tokens_per_round": 1.0}
-    return {"method": method, "prompt": 0, "repeat": 0, "throughput": throughput, **figures, **counts}
-
-
 def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
-    lines = [timed("noCache", 3.7243), timed("speculativeNoCache", 9.35)]
-    columns = [Column("here", lines, NO_CACHE), Column("cached", lines, CACHED)]
-    names = [f"{figure.role}: {figure.words}" for figure in REPORT_SPEED]
-    by_name = dict(zip(names, rows_of(speeds_beside(columns))))
+    lines = [timed("noCache", 0, 0, 3.7243, report_tpot=1 / 3.7243), timed("speculativeNoCache", 0, 0, 9.35)]
+    table = speeds_beside({"here": (lines, NO_CACHE), "cached": (lines, CACHED)})
+    by_name = {row[0]: [str(cell) for cell in row[1:]] for row in table.rows}
     assert by_name["target: tokens/s"] == ["3.7449", "3.7243", "3.72", ""]
     assert by_name["speculative: speed-up"] == ["2.49", "1.81", "2.51", ""]
     assert by_name["target: total/n, ms"] == ["267.0314", "268.5069", "269", ""]
     assert by_name["draft: tokens/s"] == ["111.4168", "113.9199", "", ""]
-
-
-def rows_of(table):
-    """The cells of the rows of a table, without their names."""
-    return [[str(cell) for cell in row[1:]] for row in table.rows]
-
-
-def test_perplexities_stand_beside_the_reports_and_only_wikitext_is_divided_by_it():
-    ppl = {"draft": 90.0, "target": 2 * REPORT["target"], "speculative": 2 * REPORT["target"]}
-    given = {"texts": 2, "tokens": 100, "ppl": ppl, "sentenceLimit": 100, "dtype": "float32"}
-    lines = [given | {"corpus": corpus} for corpus in ("wikitext", "pg19")]
-    assert [row[-1] for row in rows_of(perplexities_beside(lines, True))] == ["2.000", "-", "1.000"]
-    assert "of the report" not in perplexities_beside(lines, False).titles()
 
 
 def test_the_default_models_are_the_reports():

@@ -1,16 +1,15 @@
 """The documentation: every block is as its record says, and what the text names exists."""
 
 import argparse
-import ast
 import importlib
 import io
 import json
 import re
 import shlex
 import shutil
-from contextlib import nullcontext, redirect_stdout
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ from specSampling import specSampling
 from utils import GREEDY, UserError
 
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
-TEXTS = render.documents(ROOT)
+TEXTS, RECORDS = render.documents(ROOT), render.Records(ROOT)
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 
 
@@ -60,22 +59,6 @@ def fences(text):
     return [fence[2] for fence in render.FENCE.finditer(text)]
 
 
-def copied(folder):
-    """A copy of the documentation and its records in a folder."""
-    for name in ("docs", "figures"):
-        shutil.copytree(ROOT / name, folder / name)
-    for path in (README, CHINESE):
-        shutil.copy(path, folder)
-    return folder
-
-
-@pytest.fixture
-def copy(tmp_path):
-    """A copy that the test may change."""
-    (tmp_path / "copy").mkdir()
-    return copied(tmp_path / "copy")
-
-
 def change(path, old, new):
     """Replace the first match of the pattern `old` in a file."""
     text, count = re.subn(old, lambda match: new, read(path), count=1, flags=re.S)
@@ -83,12 +66,12 @@ def change(path, old, new):
     path.write_text(text, encoding="utf-8")
 
 
-def faulty(folder, capsys):
-    """What the checker says of a documentation with faults, without the numbers of lines; it changes nothing."""
+def checked(folder, capsys):
+    """What the checker says of a documentation; it changes nothing."""
     before = {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
     assert render.main(["--check"], folder) == 1
     assert before == {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-    return {re.sub(r":\d+:", ":", fault) for fault in capsys.readouterr().out.splitlines()}
+    return set(capsys.readouterr().out.splitlines())
 
 
 # The blocks and their records.
@@ -99,26 +82,23 @@ def test_every_block_is_as_its_record_says(capsys):
 
 
 def test_a_ratio_in_running_text_is_that_of_the_table():
-    records = render.Records(ROOT)
-    (row,) = [line for line in BLOCKS["kinds"](records).splitlines() if line.startswith("| fixed |")]
-    assert row.split("|")[-2].strip() == BLOCKS["over-plain"](records)
+    (row,) = [line for line in BLOCKS["kinds"](RECORDS).splitlines() if line.startswith("| fixed |")]
+    assert row.split("|")[-2].strip() == BLOCKS["over-plain"](RECORDS)
 
 
 def test_what_is_out_of_date_is_caught_and_rendered_again(copy, capsys):
     change(copy / "README.md", "(?<=<!-- begin real-best -->).*?(?=<!-- end real-best -->)", "\n")
     change(copy / "README.md", r"(?<=<!-- begin reproduction-short -->\n)[^0-9]*\d", "7")
     change(copy / "docs/speed.md", "(?<=<!-- begin over-plain -->).*?(?=<!-- end over-plain -->)", "")
-    assert faulty(copy, capsys) == {
+    assert checked(copy, capsys) == {
         "README.md: block real-best is empty",
         "README.md: block reproduction-short differs from its record",
         "docs/speed.md: block over-plain is empty",
     }
-    assert set(render.render_all(copy)) == {"README.md", "docs/speed.md"} and render.render_all(copy) == []
+    for said in ("Written: README.md\nWritten: docs/speed.md\n", "Nothing has changed.\n"):
+        assert render.main([], copy) == 0 and capsys.readouterr().out == said
     for name in "README.md", "docs/speed.md":
         assert read(copy / name) == read(ROOT / name)
-    line = read(README).splitlines().index("<!-- begin real-best -->") + 1
-    change(copy / "README.md", "(?<=<!-- begin real-best -->).*?(?=<!-- end real-best -->)", "\n")
-    assert render.check(copy) == [f"README.md:{line}: block real-best is empty"]
 
 
 def test_what_cannot_be_rendered_is_caught_and_then_nothing_is_written(copy, capsys):
@@ -129,32 +109,30 @@ def test_what_cannot_be_rendered_is_caught_and_then_nothing_is_written(copy, cap
     change(copy / "docs/speed.md", "is (?=<!-- begin over-plain-block -->)", "is\n")
     shutil.copy(copy / "figures/lossless.png", copy / "figures/sweep.png")
     (copy / "figures/lossless.png").unlink()
-    assert faulty(copy, capsys) == {
+    (copy / "docs/records/chat.json").unlink()
+    change(copy / "docs/records/rounds.json", re.escape('"seconds": [0.'), '"seconds": [0.0')
+    assert checked(copy, capsys) == {
         "README.md: block unheard-of: there is no renderer of this name",
         "README.md: block real-best has no end",
-        "README.md: the end of block reproduction-short has no beginning",
+        "README.md: block reproduction-short has no beginning",
+        "docs/methods.md: block chat: there is no record 'chat' in docs/records/",
+        "docs/records/README.md: block records differs from its record",
         "docs/speed.md: an empty code block",
         "docs/speed.md: block over-plain-block of words begins its line: Markdown takes such a line as HTML",
+        "figures/rounds.gif was drawn from another record",
         "figures/sweep.png was drawn from another record",
         "figures/lossless.png is missing",
     }
-    change(copy / "docs/records/methods.md", "<!-- begin sweep -->\n", "<!-- begin sweep -->\nnothing like it\n")
-    before = read(copy / "docs/records/methods.md")
+    before = read(copy / "docs/records/README.md")
     assert render.main([], copy) == 2 and "README.md:" in capsys.readouterr().err
-    assert read(copy / "docs/records/methods.md") == before
+    assert read(copy / "docs/records/README.md") == before
 
 
-def test_a_record_that_is_gone_or_another_is_caught(copy, capsys):
-    path, run = copy / "docs/records/results.jsonl", render.Records(copy).index["compare"]
+def test_a_run_that_is_gone_is_caught(copy, capsys):
+    path, run = copy / "docs/records/results.jsonl", RECORDS["compare"][0]["run"]
     path.write_text("".join(line for line in read(path).splitlines(keepends=True) if run not in line))
-    (copy / "docs/records/chat.json").unlink()
-    change(copy / "docs/records/rounds.json", re.escape('"seconds": [0.'), '"seconds": [0.0')
-    faults = faulty(copy, capsys)
-    assert (
-        f"docs/records/methods.md: block compare: run {run} of 'compare' is not in docs/records/results.jsonl" in faults
-    )
-    assert any("block chat" in fault and "chat.json" in fault for fault in faults)
-    assert "figures/rounds.gif was drawn from another record" in faults
+    gone = "docs/records/methods.md: block compare: there is no record 'compare' in docs/records/"
+    assert gone in checked(copy, capsys)
 
 
 def test_a_conversation_is_shown_as_text_whatever_is_in_it(copy):
@@ -176,23 +154,19 @@ def test_the_moving_picture_is_small_and_loops():
 @pytest.mark.parametrize("changed, code", [("compare", "sha256:2"), ("", "sha256:1"), ("", None)])
 def test_the_report_stands_beside_runs_of_one_experiment_alone(copy, changed, code):
     """Beside runs of one code, and not where another made one of them or it was not recorded."""
-    path, run = copy / "docs/records/results.jsonl", render.Records(copy).index.get(changed, "")
+    path, run = copy / "docs/records/results.jsonl", RECORDS[changed][0]["run"] if changed else ""
     lines = [
         re.sub('"code": "sha256:[0-9a-f]+"', f'"code": {json.dumps(code)}', line) if run in line else line
         for line in read(path).splitlines()
     ]
     path.write_text("\n".join(lines) + "\n")
-    differ = {
-        "compare": "first and compare are not one experiment: they differ in code$",
-        "": "differ in code, which was",
-    }
-    with nullcontext() if code == "sha256:1" else pytest.raises(UserError, match=differ[changed]):
+    with nullcontext() if code == "sha256:1" else refused("are not one experiment: they differ in code"):
         BLOCKS["reproduction-short"](render.Records(copy))
 
 
 def test_the_best_rows_stand_in_the_order_of_their_speed_and_their_texts_are_tested(copy):
     """They are those of the record: another speed is another place, and a text that a test tells is called so."""
-    path, run = copy / "docs/records/results.jsonl", render.Records(copy).index[REAL]
+    path, run = copy / "docs/records/results.jsonl", RECORDS[REAL][0]["run"]
     lines = [json.loads(line) for line in read(path).splitlines()]
     for line in lines:
         if line["run"] == run and line.get("method") == "target":
@@ -213,12 +187,11 @@ def test_the_best_rows_stand_in_the_order_of_their_speed_and_their_texts_are_tes
 
 
 def test_a_block_names_tables_and_columns_that_are_printed():
-    records = render.Records(ROOT)
     with refused("no table of compare has a title", "Unheard"):
-        blocks.printed("compare", "Unheard", records)
+        blocks.printed("compare", "Unheard", RECORDS)
     with refused("has no column 'alphas'"):
-        blocks.printed("compare", "Speed", records, columns=" | alphas")
-    shown = blocks.printed("compare", "Speed", records, columns=" | alpha", rows="block|head")
+        blocks.printed("compare", "Speed", RECORDS, columns=" | alphas")
+    shown = blocks.printed("compare", "Speed", RECORDS, columns=" | alpha", rows="block|head")
     assert [line.split(" | ")[0] for line in shown.splitlines()[2:4]] == ["| block", "| head"]
 
 
@@ -235,21 +208,11 @@ def test_no_measured_number_stands_outside_of_blocks():
 # The texts.
 
 
-def test_the_readme_is_one_screen():
-    assert len(read(README).splitlines()) <= 132
-
-
-def links(text):
-    """Where a text links to, in either language, but not from one language to the other."""
-    found = re.findall(r"(?<!English)(?<!中文)\]\(([^)]*)\)", text)
-    return [link.replace(".zh-CN.md", ".md") for link in found]
-
-
 def unlike(text, other):
     """In what a page and its translation differ, of what must be the same in both."""
     parts = {
         "commands": lambda text: re.sub(" *#.*", "", "".join(fences(render.BLOCK.sub("", text)))),
-        "links": links,
+        "links": lambda text: re.findall(r"(?<!English)(?<!中文)\]\(([^)]*)\)", text.replace(".zh-CN.md", ".md")),
         "code": lambda text: sorted(re.findall(r"`[^`\n]+`", prose(text))),
         "figures": lambda text: sorted(re.findall(r"\d[\d.,]*\d|\d", prose(text))),
         "blocks": lambda text: [*contents(text).items()],
@@ -278,24 +241,17 @@ def test_a_translation_that_differs_is_caught(old, new, part):
     assert old in english and unlike(english.replace(old, new, 1), english) == [part]
 
 
-def anchors(text):
-    """The anchors of a text's headings, as GitHub makes them."""
-    heads = re.findall(r"^#+ (.*)", text, re.M)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_link_leads_somewhere_and_code_blocks_end(name):
     path = ROOT / name
     assert read(path).count("```") == 2 * len(fences(read(path)))
-    for link in re.findall(r"\]\(([^)\s]*)\)", read(path)):
-        if re.match("[a-z]+:", link):
-            continue
+    for link in re.findall(r"\]\((?![a-z]+:)([^)\s]*)\)", read(path)):
         file, _, anchor = link.partition("#")
         target = (path.parent / file).resolve() if file else path
         assert target.exists(), f"{name}: {link}"
-        if anchor:
-            assert anchor in anchors(read(target)), f"{name}: {link}"
+        heads = re.findall(r"^#+ (.*)", read(target), re.M) if anchor else []  # GitHub makes the anchors of them.
+        anchors = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+        assert anchor in anchors | {""}, f"{name}: {link}"
 
 
 def python_blocks(name):
@@ -307,27 +263,15 @@ ENGLISH = [name for name in NAMES if "zh-CN" not in name and name != "CHANGELOG.
 WITH_PYTHON = [name for name in ENGLISH if python_blocks(name)]
 
 
-class Server:
-    """Stands in for vLLM and for llama.cpp's server: it writes one text after each prompt, and ends the last one."""
-
-    def __init__(self):
-        self.sent = []
-
-    def generate(self, prompts, options):
-        self.sent.append(options)
-        return [SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=(5, 6))]) for ids in prompts]
-
-    def post(self, url, json):
-        self.sent.append(json)
-        return SimpleNamespace(json=lambda: {"tokens": [5, 6], "stop_type": "eos"})
-
-
 def audited():
-    """What the page on losslessness takes as given: a model, a tokenizer, prompts, engines, and a file to write to."""
-    ids = torch.tensor([[510, 1273, 11]])
+    """What the page on losslessness takes as given: a model, a tokenizer, prompts, a file to write to, and stand-ins
+    for vLLM and llama.cpp's server, which write one text after each prompt; the server ends its last one."""
+    ids, llm, requests = torch.tensor([[510, 1273, 11]]), Mock(), Mock()
+    llm.generate = lambda prompts, _: [Mock(prompt_token_ids=p, outputs=[Mock(token_ids=(5, 6))]) for p in prompts]
+    requests.post.return_value.json.return_value = {"tokens": [5, 6], "stop_type": "eos"}
     names = {"json": json, "file": io.StringIO(), "ids": ids, "prompts": ids.tolist(), "SamplingParams": dict}
-    names["model"] = AutoModelForCausalLM.from_pretrained(ROOT / "models/bundled-draft")
-    return names | {"tokenizer": load_tokenizer("bundled-draft"), "llm": (engine := Server()), "requests": engine}
+    names |= {"model": AutoModelForCausalLM.from_pretrained(ROOT / "models/bundled-draft")}
+    return names | {"tokenizer": load_tokenizer("bundled-draft"), "llm": llm, "requests": requests}
 
 
 @pytest.mark.parametrize("name", WITH_PYTHON)
@@ -354,11 +298,8 @@ def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp
         model = ModelLimits("draft", 4096, 2048)
         texts = read_texts(tmp_path / "texts.jsonl", space["tokenizer"], model)
         assert [text.tokens for text in texts[1:]] == [[5, 6], [5, 6, space["tokenizer"].eos_token_id]]
-        assert not {"ignore_eos", "logit_bias"} & space["llm"].sent[1].keys()  # llama.cpp: they ban the end
-
-
-def test_pages_with_python_are_found():
-    assert {"CONTRIBUTING.md", "README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
+        sent = space["requests"].post.call_args.kwargs["json"]
+        assert not {"ignore_eos", "logit_bias"} & sent.keys()  # llama.cpp: they ban the end
 
 
 class Parsed(Exception):
@@ -423,40 +364,24 @@ def test_a_command_that_its_program_does_not_take_is_caught(line, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_files_and_names_that_are_quoted_exist(name):
     quoted = re.findall(r"`([\w/.]+\.(?:py|h|cpp))(?::([\w.]+))?`", prose(read(ROOT / name)))
-    for file, wanted in quoted:
-        if file == "llama.cpp":
-            continue
+    for file, wanted in ((file, wanted) for file, wanted in quoted if file != "llama.cpp"):
         assert (ROOT / file).is_file(), f"{name}: {file}"
-        body = ast.parse(read(ROOT / file)).body if wanted else []
-        for part in wanted.split(".") if wanted else []:
-            found = [node for node in body if part in names_of(node)]
-            assert found, f"{name}: {file}:{wanted}"
-            body = getattr(found[0], "body", [])
+        for part in filter(None, wanted.split(".")):
+            defined = rf"^ *(def|class) {part}\b|^ *{part}\b[^\n(]* = |^    {part}: "
+            assert re.search(defined, read(ROOT / file), re.M), f"{name}: {file}:{wanted}"
 
 
-def names_of(node):
-    """The names that a statement defines."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return {target.id for target in targets if isinstance(target, ast.Name)}
-
-
-def test_the_architecture_page_quotes_many_names():
+def test_the_pages_have_what_is_checked_and_the_readme_is_one_screen():
+    assert len(read(README).splitlines()) <= 132
+    assert {"CONTRIBUTING.md", "README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
     assert len(set(re.findall(r"`[\w/]+\.py:[\w.]+`", read(ROOT / "docs/architecture.md")))) > 25
 
 
-def help_of(main):
-    """What a command prints for --help."""
-    output = io.StringIO()
-    with redirect_stdout(output), pytest.raises(SystemExit):
-        main(["--help"])
-    return output.getvalue()
-
-
-def test_every_flag_that_is_named_exists(cli):
-    scripts = (cli, downloadModel, downloadData, trainBundled, trainHead, render, keepRecord, courseReport)
-    known = {flag for script in scripts for flag in re.findall(r"--[\w-]+", help_of(script.main))} | {"--help"}
+def test_every_flag_that_is_named_exists(cli, capsys):
+    for script in (cli, downloadModel, downloadData, trainBundled, trainHead, render, keepRecord, courseReport):
+        with pytest.raises(SystemExit):
+            script.main(["--help"])
+    known = {"--help", *re.findall(r"--[\w-]+", capsys.readouterr().out)}
     known |= set(launch_command_parser()._option_string_actions)  # of `accelerate launch`
     known |= {"--measure"}  # of scripts/drawRounds.py, as its record was made
     known |= {"--peers", "--text-check", "--shapes"}  # likewise of the benchmark

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import CONTEXT, few_mistakes
+from conftest import CONTEXT, few_mistakes, of_kind, prompted
 from transformers import LlamaConfig
 
 from engine.head import CONFIG, HeadNetwork, save_head
@@ -19,24 +19,10 @@ def head_folder(pair_folder, tmp_path_factory):
     target = load_model(target_folder, load_tokenizer(target_folder), "float32", "cpu")
     vocabulary, width = target.model.get_input_embeddings().weight.shape
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=vocabulary,
-        max_position_embeddings=CONTEXT,
-        head={"layers": [1, 2]},
-    )
-    save_head(HeadNetwork.of(config, target), folder, model_version(target_folder), {})
+    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": vocabulary, "max_position_embeddings": CONTEXT, "head": {"layers": [1, 2]}}
+    save_head(HeadNetwork.of(LlamaConfig(**sizes), target), folder, model_version(target_folder), {})
     return folder
-
-
-def run_of(cli, flags, folder, *words):
-    """The exit code, and the lines of results."""
-    code = cli.main([*flags, *words, "--out", str(folder)])
-    file = folder / "results.jsonl"
-    return code, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 @pytest.mark.parametrize(
@@ -53,24 +39,21 @@ def run_of(cli, flags, folder, *words):
         "--draft head --lossless all --tokens 60 --compile",
     ],
 )
-def test_runs_with_a_head(cli, flags, head_folder, pair_folder, tmp_path, capsys, words, request, monkeypatch):
+def test_runs_with_a_head(run, head_folder, pair_folder, words, request, monkeypatch):
     few_mistakes(monkeypatch)
     if "--compile" in words:
         request.getfixturevalue("kernels")
-    words = words.replace("DRAFT", str(pair_folder / "draft"))
-    code, lines = run_of(cli, flags, tmp_path, "--head", str(head_folder), *words.split())
-    assert code == 0 and lines[-1]["kind"] == "end", capsys.readouterr()
+    lines = run(words.replace("DRAFT", str(pair_folder / "draft")), "--head", head_folder)
     models = lines[0]["models"]
     heads = {role for role, model in models.items() if model["version"] == model_version(head_folder)}
-    assert heads == ({"draft", "head"} if "--draft head" in words else {"head"})
+    assert heads == ({"draft", "head"} if "--draft head" in words else {"head"}) and lines[-1]["kind"] == "end"
     assert models["head"]["parameters"] < models["target"]["parameters"]
 
 
-def test_a_head_is_the_draft_if_no_other_is_named(cli, flags, head_folder, tmp_path):
-    at = flags.index("--draft")
-    code, lines = run_of(cli, [*flags[:at], *flags[at + 2 :]], tmp_path, "--head", str(head_folder), "--speed")
-    assert code == 0 and lines[0]["flags"]["draft"] == "head"
-    assert {line["method"] for line in lines if line["kind"] == "speed"} == {"target", "speculative"}
+def test_a_head_is_the_draft_if_no_other_is_named(run, flags, head_folder):
+    lines = run("--speed", "--head", head_folder, base=prompted(flags, "--draft"))
+    assert lines[0]["flags"]["draft"] == "head"
+    assert {line["method"] for line in of_kind(lines)} == {"target", "speculative"}
 
 
 @pytest.mark.parametrize(
@@ -85,17 +68,13 @@ def test_a_head_is_the_draft_if_no_other_is_named(cli, flags, head_folder, tmp_p
         ("--head HEAD --draft head --ppl", "--draft head has no perplexity"),
     ],
 )
-def test_what_is_wrong_with_a_head_is_one_line(cli, flags, pair_folder, head_folder, tmp_path, capsys, words, reason):
-    folders = {
-        "DRAFT": pair_folder / "draft",
-        "HEAD": head_folder,
-        "OTHER": shutil.copytree(head_folder, tmp_path / "o"),
-    }
-    config = json.loads((folders["OTHER"] / CONFIG).read_text())
+def test_what_is_wrong_with_a_head_is_one_line(run, pair_folder, head_folder, tmp_path, capsys, words, reason):
+    other = shutil.copytree(head_folder, tmp_path / "o")
+    config = json.loads((other / CONFIG).read_text())
     config["head"]["target"] = "sha256:0123456789abcdef"
-    (folders["OTHER"] / CONFIG).write_text(json.dumps(config))
-    for name, folder in folders.items():
+    (other / CONFIG).write_text(json.dumps(config))
+    for name, folder in {"DRAFT": pair_folder / "draft", "HEAD": head_folder, "OTHER": other}.items():
         words, reason = words.replace(name, str(folder)), reason.replace(name, str(folder))
-    assert run_of(cli, flags, tmp_path, *words.split()) == (2, [])
+    assert run(words, code=2) == []
     said = capsys.readouterr().err
     assert said.startswith("test.py: error: ") and said.count("\n") == 1 and reason in said
