@@ -10,8 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.categories import OVERALL, by_category, categories
-from experiments.intervals import FEW, Interval, Range, summarize
+from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
 from experiments.schema import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict, predict_batches
 from inputs.commandLine import visible

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from experiments import schema
 from experiments.acceptance import expectations, improvement
-from experiments.categories import by_category, categories
-from experiments.intervals import Interval, Range, interval, speedup, summarize
+from experiments.intervals import Interval, Range, by_category, categories, interval, speedup, summarize
 from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
 from experiments.sweep import predict, predict_batches
 from inputs.commandLine import counted

@@ -18,8 +18,7 @@ from test_results import run_line, speed_line
 from transformers import AutoModelForCausalLM
 
 import downloadData
-from experiments.categories import OVERALL, by_category, spec_bench
-from experiments.intervals import Range
+from experiments.intervals import OVERALL, Range, by_category, spec_bench
 from experiments.speed import digest
 from inputs import files
 from inputs.hub import HubFile, Manifest

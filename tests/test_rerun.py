@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_flags import said, table
 from tqdm import tqdm
 
-from experiments import rerun, settings
+from experiments import runRecord, settings
 from experiments.flags import parser
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
@@ -139,10 +139,10 @@ def test_a_run_that_cannot_be_made_again_is_one_line(again, edit, asked, words):
 
 def test_lines_without_hashes_are_of_an_older_version():
     lines = [{"kind": "speed", "method": "target", "prompt": 0, "repeat": 0}, {"kind": "end"}]
-    assert rerun.comparable(lines) == {}
+    assert runRecord.comparable(lines) == {}
     whole = {"mode": "speed", "promptLen": 8, "temperature": 1.0, "sha256": "0"}
-    assert len(rerun.comparable([line | whole for line in lines])) == 1
-    assert rerun.comparable([lines[0] | whole | {"method": "costAware"}]) == {}
+    assert len(runRecord.comparable([line | whole for line in lines])) == 1
+    assert runRecord.comparable([lines[0] | whole | {"method": "costAware"}]) == {}
 
 
 @drawing(max_examples=100, deadline=None)
@@ -160,7 +160,7 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
     record = {"run": "r", "device": "cpu", "models": {}, "flags": json.loads(json.dumps(first.flags))}
     lines = [{"kind": "ppl", "of": "text", "corpus": "c", "ppl": {}}]
     device = first.models.device or "cpu"
-    again = settings.parse(rerun.flags_of_run(record, lines, str(first.output.folder)), again=True)
+    again = settings.parse(runRecord.flags_of_run(record, lines, str(first.output.folder)), again=True)
     assert again.flags == first.flags | {"device": device}
     assert again == replace(first, models=replace(first.models, device=device))
 
@@ -173,8 +173,8 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown}))
     arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
     assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
-    before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))
-    shared = [key for key in before if key[0] == "speed"]
+    before, after = (runRecord.comparable(lines_of(folder)) for folder in (made, tmp_path))
+    shared = [key for key in before if key.startswith("speed")]
     assert len(shared) == 2 * len({*NAMES, "target"} - {"costAware"})
     assert [before[key]["sha256"] for key in shared] == [after[key]["sha256"] for key in shared]
     assert bar == ("compare" in shown.getvalue())

@@ -46,7 +46,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
 def test_a_busy_machine_is_said():
     run = {"machine": {"cores": 2}, "load": 2.4}
     texts = [{"kind": "speed", "method": "target", "tpot": seconds} for seconds in (0.01, 0.02, 0.09, None)]
-    assert list(runRecord.strained(run, texts)) == [] == list(runRecord.strained({"machine": {"cores": None}}))
+    assert list(runRecord.strained(run, texts)) == [] == list(runRecord.strained({"machine": {"cores": None}}, []))
     (busy,) = runRecord.strained(run | {"load": 4.2}, texts)
     assert "a load of 4.2, and 2 cores" in busy
     (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
