@@ -14,7 +14,7 @@ from decoding.rows import EndOfText
 from experiments import diversity, sweep
 from experiments.acceptance import overlaps_of
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import Append, Conditions, OverlapLine
+from experiments.schema import Append, Conditions, CostsLine, OverlapLine
 from experiments.speed import Timed, Written, digest, ends_after, time_texts
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
@@ -60,7 +60,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
                 continue
             # The costs from which theory predicts speed.
             costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
-            append({"kind": "costs", "of": "sweep", **conditions, **costs})
+            append(cast(CostsLine, {"kind": "costs", "of": "sweep", **conditions, **costs}))
             samplers |= sweep.samplers(target, drafter, verify)
         if mode == "compare" and decoding.acceptance is None:
             # The overlaps of p and q at each depth of a round, of methods that learn nothing for the timed texts.

@@ -23,7 +23,7 @@ from engine.cachedModel import CachedModel
 from experiments.acceptance import expectations, expected_chain, improvement, overlaps_of
 from experiments.intervals import interval, speedup, summarize, tested_and_passed
 from experiments.loading import Inputs
-from experiments.schema import Append, BatchCostsLine, Conditions, Line, QueueLine, SweepCosts, TimedText, of_kind
+from experiments.schema import Append, BatchCostsLine, Conditions, CostsLine, Line, QueueLine, TimedText, of_kind
 from experiments.settings import BATCHES
 from experiments.speed import Timed, time_steps, time_texts
 from inputs.progress import Bar
@@ -58,8 +58,8 @@ def sweep_costs(
     verify: VerificationRule,
     sampling: Sampling,
     max_len: int,
-) -> SweepCosts:
-    """The costs and the alpha from which theory predicts speed.
+) -> dict[str, Any]:
+    """The costs and the alpha from which theory predicts speed: fields of a `CostsLine`.
 
     alpha is the mean overlap of p and q over the contexts in which a guess was tested, with ALPHA_GAMMA guesses in a
     round; nan if none was. It is less noisy than counting accepted guesses: a context counts with its probability of
@@ -138,7 +138,7 @@ def measure_batches(
                 bar.update()
 
 
-def predict(texts: Sequence[TimedText], costs: SweepCosts) -> dict[str, Any]:
+def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
     "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's
