@@ -94,20 +94,15 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     )
 
 
-def speed_tables(
-    run: RunLine,
-    lines: Sequence[SpeedLine],
-    overlaps: Sequence[schema.OverlapLine] = (),
-    queues: Sequence[QueueLine] = (),
-    engines: Sequence[EngineLine] = (),
-) -> Iterator[RenderableType]:
-    """The methods of one mode and one prompt length, and how acceptance depends on the position. queues: of the
-    texts. engines: what is known of the methods of other programs."""
-    rows, timed = summarize(lines, queues=queues), queues or lines
-    rows = ranked(rows) if lines[0]["mode"] == "compare" else rows
-    yield speed_table(run, lines, rows, engines)
-    if categories(lines):
-        yield category_table(lines)
+def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLine]) -> Iterator[RenderableType]:
+    """The methods of one mode and one prompt length, and how acceptance depends on the position. engines: what is known
+    of the methods of other programs."""
+    texts, queues, overlaps = of_kind(lines, SpeedLine), of_kind(lines, QueueLine), of_kind(lines, schema.OverlapLine)
+    rows, timed = summarize(texts, queues=queues), queues or texts
+    rows = ranked(rows) if texts[0]["mode"] == "compare" else rows
+    yield speed_table(run, texts, rows, engines)
+    if categories(texts):
+        yield category_table(texts)
         if queues:
             yield Text("By category, the speed-up is that of single texts, from their rows of the batch.")
     chains = [row for row in rows if row["method"] not in (*TREES, *ALONE)]
@@ -223,9 +218,9 @@ def swept_texts(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
     return [m for m in of_kind(lines, SpeedLine) if (m["mode"], m["temperature"], m["promptLen"]) == at]
 
 
-def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
+def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
     """For each temperature: speed over gamma, and the alpha and the costs used by theory."""
-    for cost in costs:
+    for cost in of_kind(lines, CostsLine):
         timed = swept_texts(lines, cost)
         if "target" in {line["method"] for line in timed}:  # Else the run was stopped before it.
             prediction = predict(timed, cost)

@@ -363,7 +363,7 @@ def test_no_file_is_left_behind(tmp_path, monkeypatch):
 
 
 def test_one_process_renders_at_a_time(tmp_path):
-    with results.locked(tmp_path):
+    with Results(tmp_path).lock():
         process = FORK.Process(target=write, args=(tmp_path, run_line()))
         process.start()
         process.join(1)
