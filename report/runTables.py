@@ -14,10 +14,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from experiments import schema
-from experiments.acceptance import expectations, improvement
-from experiments.intervals import Interval, Range, by_category, categories, interval, speedup, summarize
+from experiments.intervals import Interval, by_category, categories, interval, speedup, summarize
 from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
-from experiments.sweep import predict, predict_batches
+from experiments.sweep import expectations, improvement, predict, predict_batches
 from inputs.commandLine import counted
 from lossless.evidence import TESTS
 from report.sources import SPEED_UP
@@ -108,12 +107,12 @@ def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLi
     chains = [row for row in rows if row["method"] not in (*TREES, *ALONE)]
     for tree in [row["method"] for row in rows if row["method"] in TREES] if chains else []:
         fastest = max(chains, key=lambda row: row["speedup"][0])["method"]
-        ratio = with_ends(speedup(timed, tree, fastest))
+        ratio = span(speedup(timed, tree, fastest), digits=3)
         yield Text(f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired.")
     gain = speedup(timed, "speculativeNoCache", "noCache")  # the figure that the course report gives
     if not isnan(gain.middle):
         what = "Both without a KV cache, as in the course report's code, speculative over plain"
-        yield Text(f"{what}: {with_ends(gain)} (paired).")
+        yield Text(f"{what}: {span(gain, digits=3)} (paired).")
     if overlaps:
         # The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times
         # has other shapes and lengths in other texts. Old lines do not count them.
@@ -184,12 +183,6 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
         for first, row in zip(itertools.chain([category], itertools.repeat("")), ranked(rows)):
             table.add(plain(first), *(cell(row) for cell in columns.values()))
     return table
-
-
-def with_ends(figures: Interval) -> str:
-    """A median, and its interval or range."""
-    ratio, low, high = figures
-    return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
 
 
 def tokens_a_round(row: Summary) -> float:

@@ -15,7 +15,7 @@ from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep
-from experiments.acceptance import (
+from experiments.sweep import (
     by_position,
     chances,
     chances_on_path,

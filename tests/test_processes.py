@@ -22,9 +22,9 @@ from conftest import ROOT, few_mistakes, lines_of, prompted, refused
 from decoding.verification import token_rule
 from experiments import processes as sharing
 from experiments import sweep
-from experiments.acceptance import overlaps_of
 from experiments.processes import SINGLE, Processes
 from experiments.runRecord import devices
+from experiments.sweep import overlaps_of
 from methods import selfDraft
 from methods.drafters import ModelDrafter
 from utils import Sampling, UserError
