@@ -1,6 +1,6 @@
 """The speed-up that theory predicts for speculative decoding (Leviathan et al., arXiv 2211.17192, section 3), and the
-acceptance it follows from: the overlap of p and q, the sum of min(p, q), in the contexts that texts visit. And the speed
-that is measured beside it, over gamma (`--sweep`) and over texts that are decoded together (`--sweep batch`).
+acceptance it follows from: the overlap of p and q, the sum of min(p, q), in the contexts that texts visit. And the
+speed that is measured beside it, over gamma (`--sweep`) and over texts decoded together (`--sweep batch`).
 
 alpha: the acceptance rate. c: the cost of a draft step over that of a target forward. gamma: guesses in a round.
 A cell of the map of batch and gamma is one queue of texts: throughput is all its tokens over its time, prefill
