@@ -19,27 +19,18 @@ from report.runTables import batch_table, sweep_table
 from utils import Sampling
 
 DRAW = Sampling(1.0, 0, 1.0)
-CONDITIONS = {
-    "dtype": "float32",
-    "promptLen": 4,
-    "mode": "sweep",
-    "maxLen": 9,
-    "gamma": 4,
-    "temperature": 1.0,
-    "top_p": 1.0,
-}
+CONDITIONS = {"dtype": "float32", "promptLen": 4, "mode": "sweep", "maxLen": 9, "gamma": 4}
+CONDITIONS |= {"temperature": 1.0, "top_p": 1.0}
 
 # Over gamma.
 
 
 def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
-    lines = [measurement("target", prompt, throughput=10.0, tpot=0.1) for prompt in (0, 1)]
-    lines += [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
-    lines += [measurement("gamma 1", prompt, throughput=15.0, acceptance_by_position=[(10, 6)]) for prompt in (0, 1)]
-    lines += [
-        measurement("gamma 2", prompt, throughput=17.0, acceptance_by_position=[(10, 8), (8, 2)]) for prompt in (0, 1)
-    ]
+    lines = [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
+    tested = {"target": (10.0, []), "gamma 1": (15.0, [(10, 6)]), "gamma 2": (17.0, [(10, 8), (8, 2)])}
+    for name, (speed, counts) in tested.items():
+        lines += [measurement(name, prompt, 0, speed, acceptance_by_position=counts) for prompt in (0, 1)]
     found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
