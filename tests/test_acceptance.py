@@ -35,16 +35,13 @@ from utils import Sampling, probabilities, residual
 DRAW = Sampling(1.0, 0, 1.0)
 
 
-def test_theory_has_the_papers_values():
+def test_theory_has_the_papers_values_and_an_overlap_is_1_with_itself_and_0_where_nothing_is_shared():
     assert improvement(0.8, 5, 0.0) == pytest.approx(3.69, abs=5e-3)  # the paper's table 1 counts operations: at c = 0
     assert improvement(1.0, 4, 0.25) == pytest.approx(2.5)
     assert improvement(0.0, 3, 0.1) == pytest.approx(1 / 1.3)
     assert expected_chain([]) == 1 and expected_chain([0.5, 0.0, 1.0]) == 1.5
     assert expected_chain([0.5, 0.8, 0.25]) == pytest.approx(1 + 0.5 + 0.4 + 0.1)
     assert expected_chain([0.7] * 6) == pytest.approx((1 - 0.7**7) / (1 - 0.7))  # equation 1
-
-
-def test_the_overlap_of_a_distribution_with_itself_is_1_and_with_a_disjoint_one_0():
     p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.25, 0.75])
     assert [overlap(p, p).item(), overlap(p, q).item(), overlap(p, p.flip(0)).item()] == [1, 0.25, 0.5]
 
