@@ -112,13 +112,6 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is(tmp_path):
         assert [row[0] for row in batch_table(lines).rows] == ["1"] + ["8"] * (len(lines) == 8)
 
 
-def test_the_line_of_break_even_runs_between_faster_and_slower_cells():
-    _, axes = figures.plt.subplots()
-    figures.draw_break_even(axes, sweep.predict_batches(LINES))
-    lines = sorted((line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines)
-    assert lines == [([-0.5, 0.5], [0.5, 0.5]), ([0.5, 1.5], [0.5, 0.5])]  # 1.45 over 0.5, and 1.4 over 0.99
-
-
 @pytest.mark.parametrize("lookup", [False, True])
 def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     monkeypatch.setattr(sweep, "BATCHES", (1, 3))
