@@ -15,16 +15,7 @@ from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep
-from experiments.sweep import (
-    by_position,
-    chances,
-    chances_on_path,
-    expectations,
-    expected_chain,
-    improvement,
-    overlap,
-    overlaps_of,
-)
+from experiments.sweep import expectations, expected_chain, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.samplers import Decoding, chains, trees
@@ -51,10 +42,10 @@ def test_rounds_have_the_overlaps_of_their_contexts():
     at the first of three accepted guesses."""
     p, q = torch.rand(4, 61).softmax(-1), torch.rand(3, 61).softmax(-1)
     paths = [
-        chances_on_path(Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count]), p[: count + 1], last)
+        sweep.chances_on_path(Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count]), p[: count + 1], last)
         for count, last in ((3, 1), (0, 0), (3, 3))
     ]
-    found = by_position(zip(paths, [3, 0, 1], [1, 0, 1]))
+    found = sweep.by_position(zip(paths, [3, 0, 1], [1, 0, 1]))
     overlaps = overlap(p[:3], q)
     assert [position[:2] for position in found] == [[3, 2], [2, 1]]
     assert [position[2] for position in found] == pytest.approx([2 * overlaps[0].item(), overlaps[1].item()])
@@ -138,7 +129,7 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
         left = residual(p, q)
         drawn = q[x] * second[y]
         wanted += drawn * torch.stack([first, (1 - first) * (left[y] / second[y]).clamp(max=1)])
-        found += drawn * torch.tensor(chances(p, torch.stack([q, second]), torch.tensor([x, y])))
+        found += drawn * torch.tensor(sweep.chances(p, torch.stack([q, second]), torch.tensor([x, y])))
     torch.testing.assert_close(found, wanted)
     assert found[0] == pytest.approx(float(overlap(p, q)))
 

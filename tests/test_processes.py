@@ -65,21 +65,6 @@ def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
     assert all(index == item % count for index, item in computed)
 
 
-def test_lines_come_while_others_are_still_measured_and_one_process_may_have_more_than_another():
-    written = []
-
-    def measured(processes):
-        for number in range(3 - 2 * processes.index):
-            assert processes.index or not number or written  # the lines of the round before
-            yield f"process {processes.index} text {number}"
-
-    def work(processes):
-        return [line for line in processes.merged(measured(processes)) if processes.index or not written.append(line)]
-
-    expected = ["process 0 text 0", "process 1 text 0", "process 0 text 1", "process 0 text 2"]
-    assert everywhere(group(2), work) == [expected] * 2
-
-
 @pytest.mark.parametrize(
     "name, gpus, local, device",
     [
