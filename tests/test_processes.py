@@ -40,12 +40,6 @@ def group(count):
     return [Processes(index, count, index, functools.partial(gather, index)) for index in range(count)]
 
 
-def everywhere(members, work):
-    """[what `work(processes)` returns in each process]."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(work, members, timeout=20))
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
 def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
     members = [SINGLE] if count == 1 else group(count)
@@ -60,7 +54,8 @@ def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
         twice = list(processes.mapped(square, range(4))), list(processes.mapped(square, range(1)))
         return *twice, processes.gathered(processes.index)
 
-    assert everywhere(members, work) == [([0, 1, 4, 9], [0], list(range(count)))] * count
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(work, members, timeout=20)) == [([0, 1, 4, 9], [0], list(range(count)))] * count
     assert sorted(item for _, item in computed) == [0, 0, 1, 2, 3]
     assert all(index == item % count for index, item in computed)
 
