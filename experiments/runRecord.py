@@ -189,8 +189,7 @@ def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
-        why = "it ended before anything was measured, or was written by a version that recorded no hashes"
-        raise UserError(f"--rerun: run {run['run']} cannot be compared: {why}")
+        raise UserError(f"--rerun: run {run['run']} cannot be compared: it ended before anything was measured")
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
     words: list[str] = []
@@ -215,7 +214,7 @@ def changes(earlier: RunLine, run: RunLine) -> Iterator[str]:
         before, now = known["version"] if known else "not there", model["version"]
         if before != now:
             yield f"The weights of the {role}, {model['name']}, have changed: they were {before} and are {now}."
-    old, new = earlier.get("machine", {}), run["machine"]
+    old, new = earlier["machine"], run["machine"]
     changed = [f"{name} was {old.get(name)} and is {value}" for name, value in new.items() if old.get(name) != value]
     if changed:
         yield "The machine is not the same, so tokens may differ: " + "; ".join(changed) + "."
@@ -243,7 +242,7 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
         same &= not differing
     if lacking := [name for name in old if name not in fresh]:
         sentences.append(f"{len(lacking)} were not measured again, first {lacking[0]}.")
-    if clocked := sum(name_of_kind(line) in COMPARED and not is_repeatable(line) for line in lines):
+    if clocked := sum(not line.get("repeatable", True) for line in lines):
         why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too"
         sentences.append(f"{clocked} are left out: {why_not}.")
     return sentences, same and not lacking
@@ -254,14 +253,9 @@ def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
     named = {}
     for line in lines:
         kind, names = name_of_kind(line), ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
-        if COMPARED.get(kind) in line and is_repeatable(line):
+        if kind in COMPARED and line.get("repeatable", True):
             named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
     return named
-
-
-def is_repeatable(line: Fields) -> bool:
-    """Whether flags and seed determine the line's results. Earlier versions did not record it."""
-    return line.get("repeatable", line.get("method") != "costAware")
 
 
 def agree(old: object, new: object) -> bool:

@@ -118,7 +118,7 @@ class CostsLine(Conditions):
     of: Literal["sweep"]
     alpha: float | None  # the mean overlap of p and q where a guess was tested
     scoring: list[float]  # the cost of scoring 1, 2, ... tokens, in units of the cost of one
-    overlap_by_position: NotRequired[Positions]
+    overlap_by_position: Positions
 
 
 class BatchCostsLine(Conditions):
@@ -138,8 +138,8 @@ class OverlapLine(Conditions):
     of: Literal["overlap"]
     method: str
     overlap_by_position: Positions
-    rounds: NotRequired[int]  # of these texts
-    accepted: NotRequired[int]
+    rounds: int  # of these texts
+    accepted: int
 
 
 class StepLine(Conditions):
@@ -243,9 +243,9 @@ class PowerLine(TrialConditions, EvidenceFigures):
     kind: Literal["lossless"]
     test: Literal["mistake"]
     mistake: str
-    method: NotRequired[str]
+    method: str
     what: str
-    seen_in: NotRequired[str]  # the public code that makes or made it
+    seen_in: str  # the public code that makes or made it
     seen_by: list[str]  # the tests that noticed it
 
 

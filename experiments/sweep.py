@@ -283,7 +283,7 @@ def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     c = speedup(texts, "draft", "target", "tpot").middle if "draft" in by_method else 0.0
     tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
-    rates = [position[2] / position[1] for position in costs.get("overlap_by_position", ())]
+    rates = [position[2] / position[1] for position in costs["overlap_by_position"]]
     rows = [
         by_method[f"gamma {gamma}"]
         | {

@@ -115,13 +115,12 @@ def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLi
         yield Text(f"{what}: {span(gain, digits=3)} (paired).")
     if overlaps:
         # The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times
-        # has other shapes and lengths in other texts. Old lines do not count them.
+        # has other shapes and lengths in other texts.
         of_method = {line["method"]: line for line in overlaps}
         table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
         for row in rows:
             if line := of_method.get(row["method"]):
-                tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
-                by_theory = expectations(line["overlap_by_position"])
+                tokens, by_theory = tokens_a_round(line), expectations(line["overlap_by_position"])
                 figures = [f"{figure:.2f}" for figure in (tokens, by_theory["tokens"], tokens / by_theory["tokens"])]
                 table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *figures)
         yield table
@@ -185,7 +184,7 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
     return table
 
 
-def tokens_a_round(row: Summary) -> float:
+def tokens_a_round(row: Mapping[str, Any]) -> float:
     """The mean over all rounds of a method; the column "tokens/round" is the median of texts."""
     return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
 
@@ -224,7 +223,7 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
                 "expected tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
                 "a draft step over that of a plain step. the paper's: the same with a cost of 1; by it, gamma "
-                f"{prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
+                f"{prediction['best']} is best." + " " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
 
@@ -241,9 +240,8 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
         "the\npaper's": lambda row: Measured(row["paper"], digits=2),
         "alpha": lambda row: Measured(row["alpha"], digits=3),
         "tokens/\nround": lambda row: Measured(row["tokens_per_round"][0], digits=2),
+        "of\nexpected": lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2),
     }
-    if any(row["expected"] == row["expected"] for row in prediction["rows"]):  # The overlaps were measured.
-        columns["of\nexpected"] = lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2)
     table, target = table_of("Speed over gamma: " + conditions(run, lines), columns, ()), prediction["plain"]
     table.add("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:

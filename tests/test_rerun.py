@@ -137,14 +137,6 @@ def test_a_run_that_cannot_be_made_again_is_one_line(again, edit, asked, words):
     assert code == 2 and words in err and out == ""
 
 
-def test_lines_without_hashes_are_of_an_older_version():
-    lines = [{"kind": "speed", "method": "target", "prompt": 0, "repeat": 0}, {"kind": "end"}]
-    assert runRecord.comparable(lines) == {}
-    whole = {"mode": "speed", "promptLen": 8, "temperature": 1.0, "sha256": "0"}
-    assert len(runRecord.comparable([line | whole for line in lines])) == 1
-    assert runRecord.comparable([lines[0] | whole | {"method": "costAware"}]) == {}
-
-
 @drawing(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_flags_that_were_recorded_are_the_flags_again(data):

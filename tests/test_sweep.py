@@ -31,7 +31,8 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     tested = {"target": (10.0, []), "gamma 1": (15.0, [(10, 6)]), "gamma 2": (17.0, [(10, 8), (8, 2)])}
     for name, (speed, counts) in tested.items():
         lines += [measurement(name, prompt, 0, speed, acceptance_by_position=counts) for prompt in (0, 1)]
-    found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
+    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
+    found = sweep.predict(lines, costs)
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
 
@@ -43,31 +44,30 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
         assert row["theory"] == pytest.approx(tokens(gamma) / ([1.1, 1.3][gamma - 1] + gamma * c))
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
     assert found["best"] == max(range(9), key=lambda gamma: tokens(gamma) / (1 + gamma * c)) == 2
-    assert all(row["expected"] != row["expected"] for row in found["rows"])  # an old record: no overlaps
-    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
-    assert [row["expected"] for row in sweep.predict(lines, costs)["rows"]] == [1.5, 1.625]
+    assert [row["expected"] for row in found["rows"]] == [1.5, 1.625]
     guesses = [line for line in lines if line["method"] != "draft"]
-    assert sweep.predict(guesses, {"scoring": [1.0, 1.1, 1.3]})["c"] == 0  # no draft model: guessing costs nothing
+    assert sweep.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
 
 
 def test_texts_of_a_single_token_and_a_run_that_was_stopped_have_a_table_too(monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
     lines = [measurement(name, 0, tpot=None, acceptance_by_position=[]) for name in ("draft", "target", "gamma 1")]
-    found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
+    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": []}
+    found = sweep.predict(lines, costs)
     assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
-    assert [row["gamma"] for row in found["rows"]] == [1]
-    assert sweep.predict(lines[:2], {"scoring": [1.0, 1.1, 1.3]})["rows"] == []
+    assert [row["gamma"] for row in found["rows"]] == [1] and math.isnan(found["rows"][0]["expected"])
+    assert sweep.predict(lines[:2], costs)["rows"] == []
 
 
 def test_what_was_not_measured_is_a_dash():
     row = {"gamma": 1, "theory": math.nan, "paper": math.nan, "alpha": math.nan, "expected": math.nan}
     nothing = [math.nan] * 3
-    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing)
+    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing) | {"rounds": 0}
     plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
     lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
     table = sweep_table({"flags": {}, "models": {}}, lines, {"plain": plain, "rows": [row]})
     cells = [str(cell) for row in table.rows for cell in row]
-    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 8
+    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 9
 
 
 # Over batches.
