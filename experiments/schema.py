@@ -243,7 +243,7 @@ class PowerLine(TrialConditions, EvidenceFigures):
     kind: Literal["lossless"]
     test: Literal["mistake"]
     mistake: str
-    method: str
+    method: NotRequired[str]  # in the records of earlier versions it is missing
     what: str
     seen_in: str  # the public code that makes or made it
     seen_by: list[str]  # the tests that noticed it

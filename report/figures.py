@@ -208,7 +208,7 @@ def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
-    mistakes = {f"{line['mistake']}, {line['method']}": line["counts_shown"] for line in planted}
+    mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
     heights = [max(len(methods), 1), max(len(mistakes), 1)]
     size = 10, 1.9 + 0.21 * sum(heights)
     figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)

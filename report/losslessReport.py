@@ -58,7 +58,7 @@ GREEDY_NOTES = (
 )
 POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],
-    "planted in": lambda line: name_of(line["method"]),
+    "planted in": lambda line: name_of(line.get("method", "")),
     "what is wrong": lambda line: line["what"],
     "seen in": lambda line: line["seen_in"],
     "tokens\nneeded": lambda line: f"{'' if line['seen_by'] else '> '}{line['tokens']:,}",
@@ -97,9 +97,9 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
             f"of {len(p)} p-values is {min(p):.2g}; less than {sampled[0]['limit']:.1e} would be a difference)"
         )
     if power := of_kind(lines, PowerLine):
-        missed = [f"{line['mistake']} in {line['method']}" for line in power if not line["seen_by"]]
+        missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
         most = f"{max(line['tokens'] for line in power):,} tokens"
-        counts = Counter(name_of(line["method"]) for line in power)
+        counts = Counter(name_of(line.get("method", "")) for line in power)
         planted = ", ".join(f"{count} in {method}" for method, count in counts.items())
         if missed:
             tested.append(f"but {', '.join(missed)} would not be seen with {most}: give more --tokens")
