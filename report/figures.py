@@ -172,7 +172,7 @@ def draw_batches(lines: Sequence[Line], path: Path) -> Path:
     reach = max(reach_of(rows) for rows in panels.values())
     for axes, (title, predictions) in zip(grid[0], panels.items()):
         draw_heat_map(figure, axes, predictions, "batch (tokens/s of plain decoding)", reach)
-        axes.set_title(f"{title}: {axes.get_title(loc='left')}")
+        axes.set_title(f"speed-up, {title}; bold: the best gamma")
     return write_figure(figure, path)
 
 

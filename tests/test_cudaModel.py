@@ -8,8 +8,8 @@ import helpers
 import pytest
 import softwareCuda
 import torch
-from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
+from test_sweep import watched_alpha
 
 from decoding.lengthRules import Fixed
 from decoding.model import Model
