@@ -15,12 +15,11 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 
 from benchmark.others import other_methods
 from benchmark.steps import measure_steps
-from experiments import rerun
 from experiments.loading import SCORED, Inputs, LoadedModels
 from experiments.measure import measure_diversity, measure_perplexity, measure_speed
 from experiments.prepare import load_inputs
 from experiments.processes import Processes, together
-from experiments.runRecord import run_record, strained
+from experiments.runRecord import changes, choose_run, compare, flags_of_run, run_record
 from experiments.schema import Append, Line, Run, RunLine
 from experiments.settings import parse
 from inputs.commandLine import as_command
@@ -54,16 +53,16 @@ def execute(argv: Sequence[str], processes: Processes) -> int:
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:
     """Repeat the run of a record and compare the results. Returns 1 if something differs."""
-    earlier, lines = rerun.choose_run(store.runs(), store.lines, name)
+    earlier, lines = choose_run(store.runs(), store.lines, name)
     folder = os.path.abspath(store.lines.parent)
-    flags = rerun.flags_of_run(earlier, lines, folder)
+    flags = flags_of_run(earlier, lines, folder)
     if os.path.isdir(earlier.get("folder", "")):
         os.chdir(earlier["folder"])  # Relative paths among its flags start there.
     inputs = load_inputs(parse(flags, again=True), processes)
     record, new = measure_and_write(inputs, argv, earlier)
     if processes.index:
         return 0
-    sentences, same = rerun.compare(earlier, lines, record, new)
+    sentences, same = compare(earlier, lines, record, new)
     print(*sentences, sep="\n")
     return 0 if same else 1
 
@@ -76,7 +75,7 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
     if inputs.processes.index:
         measure_all(inputs, models, lambda line: None)
         return record, []
-    for sentence in (*(rerun.changes(earlier, record) if earlier else ()), *strained(record)):
+    for sentence in changes(earlier, record) if earlier else ():
         print(sentence)
     store.lines.parent.mkdir(parents=True, exist_ok=True)
     store.append(**record)

@@ -29,7 +29,16 @@ MAX_LEN = {"speedNew": 1000, "diversity": 45}
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
 FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
 ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": (0, 1)}  # no value means 1
-CORPORA = "texts from the data set", lambda settings: settings.prompts_from_corpora or settings.measuring.ppl
+# What a flag is for, and f(settings) -> whether a run does that.
+CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
+CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
+TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuring.timed and not run.measuring.diversity
+COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
+OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)
+IN_BATCHES = (
+    "modes that measure speed, except --sweep, and for --lossless",
+    lambda run: run.measuring.groups.keys() & {*TIMED, "lossless"} and not run.measuring.sweep,
+)
 
 
 @dataclass(frozen=True)
@@ -90,13 +99,7 @@ class Measuring:
     check passes and 1 otherwise."""
     repeats: int | None = flag(whole(1))
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
-    batch: int | None = flag(
-        whole(1),
-        only=(
-            "modes that measure speed, except --sweep, and for --lossless",
-            lambda settings: settings.measuring.groups.keys() & {*TIMED, "lossless"} and not settings.measuring.sweep,
-        ),
-    )
+    batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
     prompt. For the modes that measure speed, except --sweep, and for --lossless. Default: 1; for --lossless all texts
     of a call, 64."""
@@ -148,14 +151,7 @@ class ModelChoice:
     """A head that was trained for the target (scripts/trainHead.py), a folder: one decoder layer that guesses from the
     target's hidden states. It is the draft if no other is named. Default: for the bundled target the bundled head, else
     none."""
-    draft_bits: str = choice(
-        (*map(str, BITS), "auto"),
-        "auto",
-        only=(
-            "the target's own copy (--draft self)",
-            lambda settings: "self" in (settings.models.draft, settings.models.mid, *settings.measuring.names),
-        ),
-    )
+    draft_bits: str = choice((*map(str, BITS), "auto"), "auto", only=COPY)
     """The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and times
     measured on a short text."""
     draft_vocab: int | None = flag(whole(1))
@@ -242,26 +238,12 @@ class TextChoice:
     Measurements take one question, because the later ones depend on the answers."""
     prompt_file: Path | None = flag(path, None, "FILE")
     """Continue each line of this file instead of the data set."""
-    prompts: str | None = flag(
-        text,
-        None,
-        "FILE",
-        only=(
-            "modes that measure speed, and not --diversity",
-            lambda settings: settings.measuring.timed and not settings.measuring.diversity,
-        ),
-    )
+    prompts: str | None = flag(text, None, "FILE", only=TIMES)
     """Continue the prompts of this file, and show the speed of each category of prompts. Each line is a JSON object
     with category, and with prompt (text) or turns (a list of texts: a conversation). sample: the bundled prompts.
     specbench: those of Spec-Bench, once downloadData.py has downloaded them. A model with a chat template reads each
     turn as a message. The answers to earlier turns are the target's; they are written before anything is measured."""
-    prompt_lengths: tuple[int, ...] = flag(
-        whole(1),
-        (64,),
-        name="promptLen",
-        nargs="+",
-        only=("prompts from the data set", lambda settings: settings.prompts_from_corpora),
-    )
+    prompt_lengths: tuple[int, ...] = flag(whole(1), (64,), name="promptLen", nargs="+", only=CUT_PROMPTS)
     """The length of prompts from the data set, in tokens. Several lengths are measured one after the other. Default:
     64."""
     window: int = flag(whole(2), 1024)
@@ -282,12 +264,7 @@ class Output:
     folder: Path = flag(path, ROOT, "FOLDER", name="out")
     """The folder of results.txt, results.jsonl and figures/, which is created if it does not exist. Default: the
     project's folder."""
-    texts: Path | None = flag(
-        path,
-        None,
-        "FOLDER",
-        only=("methods of other programs", lambda settings: any(":" in name for name in settings.measuring.names)),
-    )
+    texts: Path | None = flag(path, None, "FOLDER", only=OTHERS)
     """Write the sampled texts of other programs to this folder, each in a file for --audit."""
     show: bool = switch(first=True)
     """Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own tokens. A

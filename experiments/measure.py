@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+import torch
 from torch import Generator
+from transformers import PreTrainedTokenizerBase
 
 import PPL
 from decoding.rows import EndOfText
-from experiments import diversity, sweep
-from experiments.acceptance import overlaps_of
+from engine.cachedModel import CachedModel
+from experiments import sweep
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import Append, Conditions, OverlapLine
+from experiments.schema import Append, Conditions, CostsLine, OverlapLine
 from experiments.speed import Timed, Written, digest, ends_after, time_texts
+from experiments.sweep import overlaps_of
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from methods.catalogue import METHODS, build, repeatable
@@ -23,6 +27,16 @@ from methods.samplers import Sampler, guesser, rule_of
 from utils import GREEDY, Sampling
 
 ROLES = "draft", "target", "speculative"
+# Of R. Gadgil, "Combining Large and Small LLMs to Boost Inference Time and Quality" (2024): GPT-2 large with GPT-2, one
+# text of 50 tokens, including the prompt, for each prompt (report/sources.py).
+PROMPTS = (
+    "Large Language models are",
+    "Barack Obama was",
+    "Decoding strategy is important because",
+    "A good recipe for Halloween is",
+    "Stanford is known for",
+)
+FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "repetition", "perplexity")
 # (inputs, models, names, prompts, sampling, max_len, append) -> {name: method} of those that other programs compute
 OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
 
@@ -60,7 +74,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
                 continue
             # The costs from which theory predicts speed.
             costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
-            append({"kind": "costs", "of": "sweep", **conditions, **costs})
+            append(cast(CostsLine, {"kind": "costs", "of": "sweep", **conditions, **costs}))
             samplers |= sweep.samplers(target, drafter, verify)
         if mode == "compare" and decoding.acceptance is None:
             # The overlaps of p and q at each depth of a round, of methods that learn nothing for the timed texts.
@@ -114,6 +128,46 @@ def as_timed(sampler: Sampler, max_len: int, sampling: Sampling, end_of_text: En
     return method
 
 
+def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:
+    """How often each n-gram of words occurs in `text`. Words are separated by white space."""
+    tokens = text.split()
+    return Counter(zip(*(tokens[i:] for i in range(n))))
+
+
+def entropy(text: str, n: int) -> float:
+    """The entropy of the n-grams of a text, in bits; 0 if it has none."""
+    counts = ngrams(text, n)
+    total = counts.total()
+    return math.fsum(c / total * math.log2(total / c) for c in counts.values())
+
+
+def distinct(text: str, n: int) -> float:
+    """The number of different n-grams over the number of all n-grams; 0 if there are none."""
+    counts = ngrams(text, n)
+    return len(counts) / counts.total() if counts else 0.0
+
+
+def repetition(text: str, n: int = 4) -> float:
+    """The share of n-grams that occurred before in the text; 0 if there are none."""
+    return 1 - distinct(text, n) if ngrams(text, n) else 0.0
+
+
+def diversity_figures(
+    prompt: list[int], tokens: list[int], tokenizer: PreTrainedTokenizerBase, target: CachedModel
+) -> dict[str, float]:
+    """All FIGURES of one continuation (`prompt`, `tokens`: token ids). N-grams are counted over prompt and continuation
+    together, as in the article. perplexity: of the continuation under `target`, at temperature 1 without filters."""
+    text = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
+    log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"][len(prompt) - 1 :]
+    values = (
+        *(entropy(text, n) for n in (1, 2, 3)),
+        *(distinct(text, n) for n in (1, 2)),
+        repetition(text),
+        PPL.exp(-log_probs.double().mean().item()),
+    )
+    return dict(zip(FIGURES, values))
+
+
 def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Texts of each method and their diversity: several of each prompt if the method draws, else one."""
     settings, tokenizer, prompts = inputs.settings, inputs.tokenizer, inputs.article
@@ -133,7 +187,7 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
                 generator = Generator(inputs.device).manual_seed(settings.measuring.seed + repeat)
                 options = {"max_len": max_len, "sampling": sampling, "end_of_text": inputs.ends}
                 texts, _ = sampler(prompts, generator=generator, **options)
-                return texts, [diversity.figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
+                return texts, [diversity_figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
             texts, figures = list[list[int]](), list[dict[str, float]]()
             for written, measured in inputs.processes.mapped(write, range(count)):

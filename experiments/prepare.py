@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import download_model, downloaded_folder, is_hub_id
-from experiments import diversity
 from experiments.loading import ANSWERS, Inputs, models_of
+from experiments.measure import PROMPTS
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
 from inputs import models, texts
@@ -188,7 +188,7 @@ def encode_prompts(inputs: Inputs, named: list[str], corpora: list[texts.Corpus]
     elif named:
         rows = texts.encode(named, tokenizer)
     if settings.measuring.diversity:
-        inputs.article = rows or texts.encode(diversity.PROMPTS, tokenizer)
+        inputs.article = rows or texts.encode(PROMPTS, tokenizer)
     if settings.continues and rows:
         inputs.prompts = {max(map(len, rows)): rows}
     elif settings.continues:

@@ -1,11 +1,8 @@
 """`Processes`: the processes of a run that `accelerate launch` has started, and the exchange between them.
 
-Work that consists of independent items (texts, windows, batches) is distributed: process i of n takes the items i,
-i + n, i + 2n and so on, and after each item the processes exchange their results. Only process 0 writes and prints. The
-result of an item must depend on the item alone; then it is the same for any number of processes.
-
-Python objects travel over gloo, also where the models are on GPUs: results are small, and a connection that closes
-tells at once that a process has died.
+Process i of n computes the items (texts, windows, batches) i, i + n, i + 2n and so on, and after each item the
+processes exchange their results, Python objects over gloo. A connection that closes tells that a process has died. Only
+process 0 writes and prints. The result of an item must depend on the item alone: then it is the same for any n.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -43,7 +40,7 @@ class Processes:
 
     gather: f(list of this process) -> the lists of all processes, one after the other. Raises RuntimeError if a process
         has died. A process that fails sends its UserError instead of results.
-    over: nothing more is exchanged, because all have come to the end or one has failed.
+    over: nothing more is exchanged, because one has failed.
     """
 
     index: int = 0
@@ -61,9 +58,9 @@ class Processes:
         try:
             gathered = self.gather(items)
         except RuntimeError:
-            self.stop(UserError(DIED))
-        for failure in (item for item in gathered if isinstance(item, UserError)):
-            self.stop(failure)
+            gathered = [UserError(DIED)]
+        if failures := [item for item in gathered if isinstance(item, UserError)]:
+            self.stop(failures[0])
         return gathered
 
     def stop(self, failure: UserError) -> NoReturn:
@@ -72,10 +69,9 @@ class Processes:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # The launcher ends all processes if one has; once is enough.
         raise failure
 
-    def merged(self, items: Iterable[T]) -> Iterator[T]:
+    def merged(self, items: Iterator[T]) -> Iterator[T]:
         """The items of all processes, on every process; `items` are those of this one. All must be read to the end."""
-        following = iter(items)
-        while gathered := self.exchange(list(islice(following, 1))):
+        while gathered := self.exchange(list(islice(items, 1))):
             yield from gathered
 
     def mapped(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
@@ -139,19 +135,17 @@ def together(command: Callable[[Callable[[], int]], int], work: Callable[[Proces
             code = work(processes)
             processes.exchange([])
         except BaseException as error:
-            if not processes.over:  # The others are told in their next exchange.
-                failure = UserError(f"process {processes.index} of {processes.count}: {one_line(error)}")
-                with contextlib.suppress(UserError):
+            failure = UserError(f"process {processes.index} of {processes.count}: {one_line(error)}")
+            with contextlib.suppress(UserError):
+                if not processes.over:  # Else the others have been told.
                     processes.exchange([failure])
             raise
-        processes.over = True
         torch.distributed.destroy_process_group()
         return code
 
     with contextlib.ExitStack() as silent:
-        if processes.index:
-            silent.enter_context(contextlib.redirect_stdout(io.StringIO()))
-            silent.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr) if processes.index else ():
+            silent.enter_context(redirect(io.StringIO()))
         code = command(to_the_end)
     sys.stdout.flush()
     if torch.distributed.is_initialized():  # A group that has lost a process cannot be taken down.

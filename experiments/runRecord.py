@@ -1,7 +1,14 @@
-"""`run_record`: the first line of a run in results.jsonl. It has everything needed to repeat the run."""
+"""`run_record`, the first line of a run in results.jsonl: it has everything needed to repeat the run. And `test.py
+--rerun`, which repeats a run from that line alone, and compares.
+
+Flags and seed fix every token that a method draws, given the machine, the libraries and the weights that the record
+names. Times are not compared, and neither are texts whose guesses depend on measured times
+(`methods.catalogue.repeatable`).
+"""
 
 import functools
 import hashlib
+import math
 import os
 import platform
 import shlex
@@ -12,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple
+from pathlib import Path
 from typing import Any, cast
 
 import numpy
@@ -20,9 +28,10 @@ import transformers
 
 from engine.cachedModel import CachedModel
 from engine.compiling import is_compiled
+from experiments.flags import parser
 from experiments.loading import Inputs, LoadedModels
 from experiments.processes import Processes
-from experiments.schema import ModelRecord, RunLine
+from experiments.schema import Line, ModelRecord, Run, RunLine, name_of_kind
 from experiments.speed import STALLED, digest
 from inputs import files
 from inputs.commandLine import counted
@@ -34,6 +43,23 @@ SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark", "report", "scripts")
 SUFFIXES = (".py", ".cpp", ".h")
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
+
+Fields = Mapping[str, Any]  # a line of any kind
+TOLERANCE = 1e-9  # relative, for perplexities and rates
+COMPARED = {  # {kind of line: the figure that is compared}
+    "speed": "sha256",
+    "diversity": "sha256",
+    "costs sweep": "alpha",
+    "ppl text": "ppl",
+    "ppl corpus": "ppl",
+    "lossless drawn": "counts",
+    "lossless mistake": "tokens",
+    "lossless greedy": "differing",
+    "lossless audit": "counts",
+    "lossless greedyAudit": "beyond",
+}
+# The fields whose values tell lines of one kind apart, and those of --lossless by their dtype too.
+IDENTIFYING = "mode", "promptLen", "temperature", "mistake", "method", "prompt", "repeat", "corpus", "file"
 
 
 def run_record(inputs: Inputs, models: LoadedModels, argv: Sequence[str]) -> RunLine:
@@ -97,13 +123,13 @@ def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: M
     }
 
 
-def strained(run: RunLine, lines: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
+def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each sign that other programs took the processor while something was measured."""
     load, cores = run.get("load", 0.0), run["machine"].get("cores") or 1
     if load > cores + BUSY:
         about = f"a load of {load:.1f}, and {counted(cores, 'core')}"
         yield f"The machine was busy as the run began ({about}): times are too long."
-    lines, times = list(lines), defaultdict(list)
+    times = defaultdict(list)
     for line in lines:
         if line["kind"] == "speed" and line["tpot"]:
             times[line["method"]].append(line["tpot"])
@@ -143,3 +169,99 @@ def machine(device: str) -> dict[str, Any]:
 def model_record(name: str, version: str, model: CachedModel) -> ModelRecord:
     """A model in a record. version: what identifies its weights (`inputs.models.model_version`)."""
     return {"name": name, "version": version, "parameters": model.parameters, "compiled": is_compiled(model)}
+
+
+def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
+    """The record and the lines of one of `runs`, which are those of the file `path`, by its name, or by a number: 1 for
+    the newest, 2 for the one before. Raises UserError for a run that does not exist."""
+    by_name = {run["run"]: (run, lines) for run, lines in runs}
+    if name not in by_name and name.isascii() and name.isdecimal() and 1 <= int(name[:9]) <= len(runs):
+        name = runs[-int(name[:9])][0]["run"]
+    if name not in by_name:
+        newest = ", ".join(list(by_name)[-9:]) or "none"
+        raise UserError(f"there is no run {name}: {path} has {counted(len(runs), 'run')}; the newest are: {newest}")
+    return by_name[name]
+
+
+def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
+    """The command line with all flags of a run's record, including the device, and the folder `out` for its results.
+    Raises UserError if the run cannot be repeated and compared."""
+    if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
+        raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
+    if not comparable(lines):
+        raise UserError(f"--rerun: run {run['run']} cannot be compared: it ended before anything was measured")
+    flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
+    known = {action.dest: action for action in parser()._actions}
+    words: list[str] = []
+    for name, value in (flags | {"out": out}).items():
+        if name not in known:
+            raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
+        if isinstance(value, list) and known[name].nargs:
+            words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, list):  # The flag was given once for each value.
+            words += [f"--{name}={one}" for one in value]
+        elif value is True:
+            words.append(f"--{name}")
+        elif value is not False and value is not None:
+            words.append(f"--{name}={value}")
+    return words
+
+
+def changes(earlier: RunLine, run: RunLine) -> Iterator[str]:
+    """One sentence for each thing that has changed since the run `earlier` was made. run: the record of the new one."""
+    for role, model in run["models"].items():
+        known = earlier["models"].get(role)
+        before, now = known["version"] if known else "not there", model["version"]
+        if before != now:
+            yield f"The weights of the {role}, {model['name']}, have changed: they were {before} and are {now}."
+    old, new = earlier["machine"], run["machine"]
+    changed = [f"{name} was {old.get(name)} and is {value}" for name, value in new.items() if old.get(name) != value]
+    if changed:
+        yield "The machine is not the same, so tokens may differ: " + "; ".join(changed) + "."
+
+
+def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) -> tuple[list[str], bool]:
+    """Compare the lines of the run `earlier` with the `new` lines of its repetition `run`. Returns sentences on
+    the differences, and whether everything is equal."""
+    old, fresh = comparable(lines), comparable(new)
+    sentences, same = [f"Run {earlier['run']} again, as {run['run']}:"], True
+    for what, hashed in ("texts", True), ("figures", False):
+        figures = {name: COMPARED[name_of_kind(line)] for name, line in old.items() if name in fresh}
+        names = [name for name, figure in figures.items() if (figure == "sha256") == hashed]
+        differing = [name for name in names if not agree(old[name][figures[name]], fresh[name][figures[name]])]
+        if differing:
+            before, now = old[differing[0]], fresh[differing[0]]
+            reason = ""
+            if "input" in before and before["input"] != now["input"]:
+                reason = " (the text that is read has changed)"
+            elif before.get("dtype") != now["dtype"]:
+                reason = f" (in {before.get('dtype')} then, in {now['dtype']} now)"
+            sentences.append(f"{len(differing)} of {len(names)} {what} differ, first {differing[0]}{reason}.")
+        elif names:
+            sentences.append(f"all {len(names)} {what} are the same.")
+        same &= not differing
+    if lacking := [name for name in old if name not in fresh]:
+        sentences.append(f"{len(lacking)} were not measured again, first {lacking[0]}.")
+    if clocked := sum(not line.get("repeatable", True) for line in lines):
+        why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too"
+        sentences.append(f"{clocked} are left out: {why_not}.")
+    return sentences, same and not lacking
+
+
+def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
+    """{the kind of a line and what tells it from others of its kind: the line} of those that flags and seed fix."""
+    named = {}
+    for line in lines:
+        kind, names = name_of_kind(line), ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
+        if kind in COMPARED and line.get("repeatable", True):
+            named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
+    return named
+
+
+def agree(old: object, new: object) -> bool:
+    """Whether two figures are the same: hashes, numbers, or dictionaries of them."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return all(agree(old[name], new.get(name)) for name in old)
+    if isinstance(old, float) and isinstance(new, float):
+        return math.isclose(old, new, rel_tol=TOLERANCE)
+    return old == new

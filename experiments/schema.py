@@ -111,17 +111,14 @@ class QueueLine(Conditions, QueueFigures):
     kind: Literal["queue"]
 
 
-class SweepCosts(TypedDict):
+class CostsLine(Conditions):
     """The measurements from which theory predicts speed."""
 
-    alpha: float | None  # the mean overlap of p and q where a guess was tested
-    scoring: list[float]  # the cost of scoring 1, 2, ... tokens, in units of the cost of one
-    overlap_by_position: NotRequired[Positions]
-
-
-class CostsLine(Conditions, SweepCosts):
     kind: Literal["costs"]
     of: Literal["sweep"]
+    alpha: float | None  # the mean overlap of p and q where a guess was tested
+    scoring: list[float]  # the cost of scoring 1, 2, ... tokens, in units of the cost of one
+    overlap_by_position: Positions
 
 
 class BatchCostsLine(Conditions):
@@ -141,8 +138,8 @@ class OverlapLine(Conditions):
     of: Literal["overlap"]
     method: str
     overlap_by_position: Positions
-    rounds: NotRequired[int]  # of these texts
-    accepted: NotRequired[int]
+    rounds: int  # of these texts
+    accepted: int
 
 
 class StepLine(Conditions):
@@ -172,30 +169,27 @@ class DiversityLine(TypedDict):
     each: list[dict[str, float]]  # {figure: value} of each text
 
 
-class TextPerplexityLine(TypedDict):
+class PerplexityLine(TypedDict):
     kind: Literal["ppl"]
-    of: Literal["text"]
     dtype: str
     sentenceLimit: int
     corpus: str
-    texts: int
     tokens: int
     input: str
+
+
+class TextPerplexityLine(PerplexityLine):
+    of: Literal["text"]
+    texts: int
     each: list[dict[str, float]]  # {role: perplexity} of each text
     ppl: dict[str, float]  # their means
 
 
-class CorpusPerplexityLine(TypedDict):
+class CorpusPerplexityLine(PerplexityLine):
     """Perplexities of a whole corpus, read in windows."""
 
-    kind: Literal["ppl"]
     of: Literal["corpus"]
-    dtype: str
-    sentenceLimit: int
-    corpus: str
-    tokens: int
     documents: int
-    input: str
     window: int
     stride: int
     ppl: dict[str, dict[str, float]]  # {role: {"token", "word" or "byte": perplexity}}
@@ -219,13 +213,9 @@ class EvidenceFigures(TypedDict):
     guesses: NotRequired[GuessFigures]  # if some are known
     perplexity: float | None
     expected_perplexity: float | None
-
-
-class ShownCounts(TypedDict):
-    """The data of the figure: the histogram of u of the first `tokens_shown` tokens, as many in each line of a run."""
-
-    counts_shown: list[int]  # with impossible tokens at u = 1
-    tokens_shown: int
+    # The histogram of u in the figure, with impossible tokens at u = 1: of as many tokens in each line of a run.
+    counts_shown: NotRequired[list[int]]
+    tokens_shown: NotRequired[int]
 
 
 class TrialConditions(TypedDict):
@@ -239,7 +229,7 @@ class TrialConditions(TypedDict):
     batch: NotRequired[int]  # texts decoded at a time, if --batch says so
 
 
-class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
+class LosslessLine(TrialConditions, EvidenceFigures):
     kind: Literal["lossless"]
     test: Literal["drawn"]
     method: str
@@ -247,21 +237,16 @@ class LosslessLine(TrialConditions, EvidenceFigures, ShownCounts):
     repeatable: NotRequired[bool]
 
 
-class MistakeFigures(EvidenceFigures, ShownCounts):
+class PowerLine(TrialConditions, EvidenceFigures):
     """The tests of the texts of a method with a planted mistake. tokens: those that were needed to notice it."""
-
-    mistake: str
-    method: NotRequired[str]
-    what: str
-    seen_in: NotRequired[str]  # the public code that makes or made it
-    seen_by: list[str]  # the tests that noticed it
-
-
-class PowerLine(TrialConditions, MistakeFigures):
-    """The number of tokens needed to detect one planted mistake."""
 
     kind: Literal["lossless"]
     test: Literal["mistake"]
+    mistake: str
+    method: NotRequired[str]  # in the records of earlier versions it is missing
+    what: str
+    seen_in: str  # the public code that makes or made it
+    seen_by: list[str]  # the tests that noticed it
 
 
 class GreedyFigures(TypedDict):
@@ -355,10 +340,10 @@ class EndLine(TypedDict):
     figures: NotRequired[list[str]]  # the pictures that were drawn, paths in the folder of the results
 
 
-AnyCosts = CostsLine | BatchCostsLine | OverlapLine | StepLine
-AnyPerplexity = TextPerplexityLine | CorpusPerplexityLine
-AnyLossless = LosslessLine | PowerLine | GreedyLine | AuditLine | GreedyAuditLine | EngineLine
-Line = SpeedLine | QueueLine | AnyCosts | AnyPerplexity | DiversityLine | AnyLossless | EndLine  # all but RunLine
+Costs = CostsLine | BatchCostsLine | OverlapLine | StepLine
+Lossless = LosslessLine | PowerLine | GreedyLine | AuditLine | GreedyAuditLine | EngineLine
+# All but RunLine.
+Line = SpeedLine | QueueLine | Costs | TextPerplexityLine | CorpusPerplexityLine | DiversityLine | Lossless | EndLine
 Run = tuple[RunLine, list[Line]]  # a run's first line, and its measurements
 Append = Callable[[Line], object]  # writes a line
 

@@ -108,21 +108,19 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
     args.temperature = args.temperature and list(dict.fromkeys(args.temperature))
     if not complete:
         choose_defaults(args)
-    values = vars(args)
-    models, decoding, measuring = (filled(part, values) for part in (ModelChoice, Decoding, Measuring))
-    groups, played = ({}, None) if complete else methods_of(args, models.roles)
-    settings = Settings(
-        replace(measuring, groups=groups, played=played),
-        models,
-        replace(decoding, lookup=args.draft == "lookup", own_copy=args.draft == "self"),
-        *(filled(part, values) for part in (SamplingChoice, TextChoice, Output)),
-    )
-    if not complete:
-        for clash, message in clashes(settings):
-            if clash:
-                raise UserError(message)
-        for message in () if again else without_effect(settings, argv).values():
+    parts = Measuring, ModelChoice, Decoding, SamplingChoice, TextChoice, Output
+    settings = Settings(*(filled(part, vars(args)) for part in parts))
+    if complete:
+        return settings
+    groups, played = methods_of(args, settings.models.roles)
+    decoding = replace(settings.decoding, lookup=args.draft == "lookup", own_copy=args.draft == "self")
+    measuring = replace(settings.measuring, groups=groups, played=played)
+    settings = replace(settings, measuring=measuring, decoding=decoding)
+    for clash, message in clashes(settings):
+        if clash:
             raise UserError(message)
+    for message in () if again else without_effect(settings, argv).values():
+        raise UserError(message)
     return settings
 
 

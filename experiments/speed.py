@@ -57,11 +57,12 @@ def in_turns(
     A measurement with a round of more than STALLED times the median of all the method's rounds is timed again.
     """
     rounds: dict[Key, list[float]] = defaultdict(list)
-    order = list(methods)
-    with frozen_heap():
+    gc.collect()
+    gc.freeze()  # Otherwise each garbage collection between measurements takes a quarter of a second.
+    try:
         for number, turn in enumerate(turns):
+            order = list(methods)
             if number:
-                order = list(methods)
                 random.Random(f"{seed} {turn}").shuffle(order)
             for key in order:
                 for stalled in itertools.count():
@@ -71,6 +72,8 @@ def in_turns(
                     if stalled == AGAIN or max(took, default=0) <= STALLED * np.median(rounds[key] or [0]):
                         break
                 yield key, turn, result, stalled
+    finally:
+        gc.unfreeze()
 
 
 def time_call(call: Callable[[bool], Result], device: torch.device | str) -> Result:
@@ -110,17 +113,18 @@ def time_texts(
     turns = [(repeat, index) for repeat in range(repeats) for index in ([-1] if batch else singles)]
     size, long = batch or 1, [max(prompts, key=len), *prompts]
 
+    def generators(repeat: int, numbers: Iterable[int]) -> list[Generator]:
+        return [Generator(device).manual_seed(seed + 1_000_003 * repeat + number) for number in numbers]
+
     def call(method: Timed, turn: tuple[int, int], warming: bool) -> Written:
         repeat, index = turn
         texts = (long[:size] if warming else prompts) if batch else [prompts[index]]
-        numbered = range(len(texts)) if batch else [index]
-        generators = [generator_of(seed, device, repeat, number) for number in numbered]
-        return method(texts, generators, size, WARM if warming else None)
+        seeded = generators(repeat, range(len(texts)) if batch else [index])
+        return method(texts, seeded, size, WARM if warming else None)
 
     for _ in range(warm_up if turns else 0):
-        for method in methods.values():
-            warm = long[:size]  # The KV caches grow no more.
-            method(warm, [generator_of(seed, device, 0, text) for text in range(len(warm))], size)
+        for method in methods.values():  # The longest prompts: the KV caches grow no more.
+            method(long[:size], generators(0, range(len(long[:size]))), size)
 
     def rounds_of(written: Written) -> list[float]:
         """The seconds of all rounds. In a queue, one lasts longer where the next prompt is read: that is no stall."""
@@ -201,22 +205,6 @@ def synchronize(device: torch.device | str) -> None:
 def digest(tokens: Sequence[Any]) -> str:
     """16 hexadecimal digits that identify token ids or texts."""
     return hashlib.sha256(repr(tokens).encode(errors="surrogatepass")).hexdigest()[:16]
-
-
-def generator_of(seed: int, device: torch.device | str, repeat: int = 0, index: int = 0) -> Generator:
-    """The generator of a text: that of the prompt `index` in a repeat."""
-    return Generator(device).manual_seed(seed + 1_000_003 * repeat + index)
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Freeze all objects: otherwise each garbage collection between measurements takes a quarter of a second."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def timed_text(

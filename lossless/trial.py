@@ -22,7 +22,7 @@ from torch import Tensor
 from decoding.rows import Rows
 from engine.cachedModel import CachedModel
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import Append, GreedyFigures, GreedyLine, Line, MistakeFigures, ShownCounts, TrialConditions
+from experiments.schema import Append, GreedyFigures, GreedyLine, Line, TrialConditions
 from inputs.devices import pick_dtype
 from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
@@ -115,7 +115,7 @@ class Trial:
         order_by = None if other_tokens else self.models.get(order)
         return TextScorer(self.models["target"], order_by, sampling, self.seed)
 
-    def shown_counts(self, evidence: Evidence) -> ShownCounts:
+    def shown_counts(self, evidence: Evidence) -> dict[str, Any]:
         """The histogram for the figure. An impossible token has an infinite q / p, so its u is 1."""
         u = np.where(evidence.impossible > 0, 1.0, evidence.u)[: self.in_figure]
         return {"counts_shown": np.histogram(u[~np.isnan(u)], BINS, (0, 1))[0].tolist(), "tokens_shown": u.size}
@@ -148,7 +148,7 @@ class Trial:
             if self.rows < self.texts or not mistake.queue:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
 
-        def find(pair: tuple[str, str]) -> MistakeFigures:
+        def find(pair: tuple[str, str]) -> dict[str, Any]:
             """The figures of (method, mistake), tested on twice as many texts each time until a test fails."""
             (method, name), most = pair, self.batches * self.texts
             mistake = MISTAKES[name]
@@ -164,10 +164,10 @@ class Trial:
             if missing > 0:
                 evidence += self.write(*parts, len(evidence.u), missing)
             names = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in}
-            return cast(MistakeFigures, figures | self.shown_counts(evidence) | names | {"seen_by": tests})
+            return {**figures, **self.shown_counts(evidence), **names, "seen_by": tests}
 
         for line in followed(self.mapped(find, planted), "planted mistakes", len(planted)):
-            self.append({"kind": "lossless", "test": "mistake", **self.conditions, **line})
+            self.append(cast(Line, {"kind": "lossless", "test": "mistake", **self.conditions, **line}))
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""

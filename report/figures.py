@@ -10,8 +10,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.categories import OVERALL, by_category, categories
-from experiments.intervals import FEW, Interval, Range, summarize
+from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
 from experiments.schema import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
 from experiments.sweep import predict, predict_batches
 from inputs.commandLine import visible
@@ -159,8 +158,8 @@ def draw_heat_map(
 
 
 def draw_batches(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory, in the same colours. A
-    line runs where speculative and plain decoding are equally fast. Returns the path."""
+    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory, in the same colours.
+    Returns the path."""
     measured, by_theory = {}, {}
     for batch, prediction in predict_batches(lines).items():
         name = f"{batch} ({median(prediction['plain'])})"
@@ -173,20 +172,8 @@ def draw_batches(lines: Sequence[Line], path: Path) -> Path:
     reach = max(reach_of(rows) for rows in panels.values())
     for axes, (title, predictions) in zip(grid[0], panels.items()):
         draw_heat_map(figure, axes, predictions, "batch (tokens/s of plain decoding)", reach)
-        draw_break_even(axes, predictions)
-        axes.set_title(f"{title}: {axes.get_title(loc='left')}")
+        axes.set_title(f"speed-up, {title}; bold: the best gamma")
     return write_figure(figure, path)
-
-
-def draw_break_even(axes: Axes, rows: Mapping[Any, Prediction]) -> None:
-    """Draw a line between cells that are faster than plain decoding and cells that are not."""
-    faster = [[row["speedup"][0] > 1 for row in prediction["rows"]] for prediction in rows.values()]
-    for y, line in enumerate(faster):
-        for x, cell in enumerate(line):
-            if x + 1 < len(line) and cell != line[x + 1]:
-                axes.plot([x + 0.5, x + 0.5], [y - 0.5, y + 0.5], color=DARK, linewidth=2.5)
-            if y + 1 < len(faster) and x < len(faster[y + 1]) and cell != faster[y + 1][x]:
-                axes.plot([x - 0.5, x + 0.5], [y + 0.5, y + 0.5], color=DARK, linewidth=2.5)
 
 
 def draw_categories(lines: Sequence[Line], path: Path) -> Path:

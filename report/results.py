@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -39,25 +39,16 @@ NEWEST = 25  # runs that the index names
 ROOM = 62  # characters of a run's date and command there
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """A lock on a folder: of several processes that render its results, one reads and writes at a time, so the last
-    text has the lines of all. If locks are not supported, nothing is locked."""
-    with ExitStack() as stack:
-        with suppress(OSError):
-            status = folder.stat()
-            # Not in the folder: the lock of a process that was killed stays as an empty file.
-            lock = Path(tempfile.gettempdir()) / f"results-{status.st_dev}-{status.st_ino}.lock"
-            stack.enter_context(FileLock(lock))
-            stack.callback(lock.unlink, missing_ok=True)
-        yield
-
-
 class Results:
     """The results of a folder: its `results.jsonl` (`lines`) and `results.txt` (`text`)."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.lines, self.text = Path(folder) / "results.jsonl", Path(folder) / "results.txt"
+
+    def lock(self) -> FileLock:
+        """The lock of this folder. It is not in the folder, as its file, which is empty, stays."""
+        status = self.text.parent.stat()
+        return FileLock(Path(tempfile.gettempdir()) / f"results-{status.st_dev}-{status.st_ino}.lock")
 
     def append(self, **record: Any) -> None:
         """Add one line, which is on disk when this returns; nan, which JSON lacks, becomes null.
@@ -106,14 +97,18 @@ class Results:
         return next(run for run in self.runs() if run[0]["run"] == name)
 
     def render(self) -> None:
-        """Write `results.txt` from all lines, newest run first. Raises UserError if it cannot be written."""
-        with locked(self.text.parent):
-            text = self.rendered()
-            try:
-                replace_file(self.text, text)
-            except OSError as error:
-                where = f"the measurements are in {self.lines.name}"
-                raise UserError(f"{self.text} cannot be written: {error.strerror or error}; {where}") from None
+        """Write `results.txt` from all lines, newest run first. Of several processes one reads and writes at a time: so
+        the last text has the lines of all. Raises UserError if it cannot be written."""
+        lock = self.lock()
+        with suppress(OSError):  # Where locks are not supported, nothing is locked.
+            lock.acquire()
+        try:
+            replace_file(self.text, self.rendered())
+        except OSError as error:
+            where = f"the measurements are in {self.lines.name}"
+            raise UserError(f"{self.text} cannot be written: {error.strerror or error}; {where}") from None
+        finally:
+            lock.release()
 
     def rendered(self, runs: Sequence[Run] | None = None) -> str:
         """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
@@ -171,22 +166,16 @@ def pieces_of_run(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableTyp
     yield from heading(run, finished=bool(of_kind(lines, schema.EndLine)))
     yield from map(plain, strained(run, lines))
     pythia, engines = is_the_reports(run), of_kind(lines, schema.EngineLine)
-    speed, queues = of_kind(lines, schema.SpeedLine), of_kind(lines, schema.QueueLine)
-    of_speed: list[RenderableType] = []
-    for mode, length in dict.fromkeys((line["mode"], line["promptLen"]) for line in speed):
-        timed = [line for line in speed if (line["mode"], line["promptLen"]) == (mode, length)]
-        if mode == "sweep":
-            costs = [line for line in of_kind(lines, schema.CostsLine) if line["promptLen"] == length]
-            of_speed += sweep_tables(run, timed, costs)
+    speed, of_speed = of_kind(lines, schema.SpeedLine), list[RenderableType]()
+    timed: list[Any] = [*speed, *of_kind(lines, schema.QueueLine)]
+    for mode, length in dict.fromkeys((line["mode"], line["promptLen"]) for line in timed):
+        here = [line for line in lines if (line.get("mode"), line.get("promptLen")) == (mode, length)]
+        if mode != "sweep":
+            of_speed += speed_tables(run, here, engines)
+        elif of_kind(here, schema.SpeedLine):
+            of_speed += sweep_tables(run, here)
         else:
-            overlaps = of_kind(lines, schema.OverlapLine)
-            overlaps = [line for line in overlaps if (line["mode"], line["promptLen"]) == (mode, length)]
-            of_texts = [line for line in queues if (line["mode"], line["promptLen"]) == (mode, length)]
-            of_speed += speed_tables(run, timed, overlaps, of_texts, engines)
-    in_batches = [line for line in queues if line["mode"] == "sweep"]
-    for length in dict.fromkeys(line["promptLen"] for line in in_batches):
-        costs_of = [line for line in of_kind(lines, schema.BatchCostsLine) if line["promptLen"] == length]
-        of_speed.append(batch_table([*(line for line in in_batches if line["promptLen"] == length), *costs_of]))
+            of_speed.append(batch_table(here))
     yield from of_speed
     if engines:
         yield engine_table(engines)

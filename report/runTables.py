@@ -14,11 +14,9 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from experiments import schema
-from experiments.acceptance import expectations, improvement
-from experiments.categories import by_category, categories
-from experiments.intervals import Interval, Range, interval, speedup, summarize
+from experiments.intervals import Interval, by_category, categories, interval, speedup, summarize
 from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
-from experiments.sweep import predict, predict_batches
+from experiments.sweep import expectations, improvement, predict, predict_batches
 from inputs.commandLine import counted
 from lossless.evidence import TESTS
 from report.sources import SPEED_UP
@@ -95,40 +93,34 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     )
 
 
-def speed_tables(
-    run: RunLine,
-    lines: Sequence[SpeedLine],
-    overlaps: Sequence[schema.OverlapLine] = (),
-    queues: Sequence[QueueLine] = (),
-    engines: Sequence[EngineLine] = (),
-) -> Iterator[RenderableType]:
-    """The methods of one mode and one prompt length, and how acceptance depends on the position. queues: of the
-    texts. engines: what is known of the methods of other programs."""
-    rows, timed = summarize(lines, queues=queues), queues or lines
-    rows = ranked(rows) if lines[0]["mode"] == "compare" else rows
-    yield speed_table(run, lines, rows, engines)
-    if categories(lines):
-        yield category_table(lines)
+def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLine]) -> Iterator[RenderableType]:
+    """The methods of one mode and one prompt length, and how acceptance depends on the position. engines: what is known
+    of the methods of other programs."""
+    texts, queues, overlaps = of_kind(lines, SpeedLine), of_kind(lines, QueueLine), of_kind(lines, schema.OverlapLine)
+    rows, timed = summarize(texts, queues=queues), queues or texts
+    rows = ranked(rows) if texts[0]["mode"] == "compare" else rows
+    yield speed_table(run, texts, rows, engines)
+    if categories(texts):
+        yield category_table(texts)
         if queues:
             yield Text("By category, the speed-up is that of single texts, from their rows of the batch.")
     chains = [row for row in rows if row["method"] not in (*TREES, *ALONE)]
     for tree in [row["method"] for row in rows if row["method"] in TREES] if chains else []:
         fastest = max(chains, key=lambda row: row["speedup"][0])["method"]
-        ratio = with_ends(speedup(timed, tree, fastest))
+        ratio = span(speedup(timed, tree, fastest), digits=3)
         yield Text(f"{name_of(tree)} over {name_of(fastest)}, the fastest of the others: {ratio}, paired.")
     gain = speedup(timed, "speculativeNoCache", "noCache")  # the figure that the course report gives
     if not isnan(gain.middle):
         what = "Both without a KV cache, as in the course report's code, speculative over plain"
-        yield Text(f"{what}: {with_ends(gain)} (paired).")
+        yield Text(f"{what}: {span(gain, digits=3)} (paired).")
     if overlaps:
         # The tokens are counted in the texts in which overlaps were measured: a method that depends on measured times
-        # has other shapes and lengths in other texts. Old lines do not count them.
+        # has other shapes and lengths in other texts.
         of_method = {line["method"]: line for line in overlaps}
         table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
         for row in rows:
             if line := of_method.get(row["method"]):
-                tokens = 1 + line["accepted"] / line["rounds"] if line.get("rounds") else tokens_a_round(row)
-                by_theory = expectations(line["overlap_by_position"])
+                tokens, by_theory = tokens_a_round(line), expectations(line["overlap_by_position"])
                 figures = [f"{figure:.2f}" for figure in (tokens, by_theory["tokens"], tokens / by_theory["tokens"])]
                 table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *figures)
         yield table
@@ -192,13 +184,7 @@ def category_table(lines: Sequence[SpeedLine]) -> Table:
     return table
 
 
-def with_ends(figures: Interval) -> str:
-    """A median, and its interval or range."""
-    ratio, low, high = figures
-    return f"{ratio:.3f} " + (f"({low:.3f}–{high:.3f})" if isinstance(figures, Range) else f"[{low:.3f}, {high:.3f}]")
-
-
-def tokens_a_round(row: Summary) -> float:
+def tokens_a_round(row: Mapping[str, Any]) -> float:
     """The mean over all rounds of a method; the column "tokens/round" is the median of texts."""
     return 1 + float(row["accepted"] / row["rounds"]) if row["rounds"] else float("nan")
 
@@ -224,9 +210,9 @@ def swept_texts(lines: Iterable[Line], cost: CostsLine) -> list[SpeedLine]:
     return [m for m in of_kind(lines, SpeedLine) if (m["mode"], m["temperature"], m["promptLen"]) == at]
 
 
-def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]) -> Iterator[Table]:
+def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
     """For each temperature: speed over gamma, and the alpha and the costs used by theory."""
-    for cost in costs:
+    for cost in of_kind(lines, CostsLine):
         timed = swept_texts(lines, cost)
         if "target" in {line["method"] for line in timed}:  # Else the run was stopped before it.
             prediction = predict(timed, cost)
@@ -237,7 +223,7 @@ def sweep_tables(run: RunLine, lines: Sequence[Line], costs: Iterable[CostsLine]
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
                 "expected tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
                 "a draft step over that of a plain step. the paper's: the same with a cost of 1; by it, gamma "
-                f"{prediction['best']} is best." + (" " + OVERLAPS if cost.get("overlap_by_position") else "")
+                f"{prediction['best']} is best." + " " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
 
@@ -254,9 +240,8 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
         "the\npaper's": lambda row: Measured(row["paper"], digits=2),
         "alpha": lambda row: Measured(row["alpha"], digits=3),
         "tokens/\nround": lambda row: Measured(row["tokens_per_round"][0], digits=2),
+        "of\nexpected": lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2),
     }
-    if any(row["expected"] == row["expected"] for row in prediction["rows"]):  # The overlaps were measured.
-        columns["of\nexpected"] = lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2)
     table, target = table_of("Speed over gamma: " + conditions(run, lines), columns, ()), prediction["plain"]
     table.add("plain", median(target["seconds"]), span(target["throughput"]), "1")
     for row in prediction["rows"]:

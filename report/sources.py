@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from experiments.diversity import FIGURES
 from experiments.intervals import FEW
+from experiments.measure import FIGURES
 from experiments.schema import CorpusPerplexityLine, DiversityLine, RunLine, TextPerplexityLine
 from inputs.commandLine import counted
 from report.tables import Table, give_or_take, name_of, plain
@@ -54,7 +54,7 @@ REPORT_TEXTS, REPORT_DIFFERENCE = 10, "3.3e-08"
 REPORT_DTYPE, REPORT_PROMPTS = "float16", ("Computer Science is", "He redid the main theme")
 REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
 
-# R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.diversity`. The
+# R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.measure`. The
 # entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 

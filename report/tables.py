@@ -129,10 +129,10 @@ def notation(*tables: Table) -> str:
     return " or".join(words[of_range] for of_range in sorted(kinds))
 
 
-def span(figures: Sequence[float], scale: float = 1.0) -> Measured:
+def span(figures: Sequence[float], scale: float = 1.0, digits: int | None = None) -> Measured:
     """A median and its interval or range. figures: median, low, high."""
     middle, *ends = (figure * scale for figure in figures)
-    return Measured(middle, tuple(ends), isinstance(figures, Range))
+    return Measured(middle, tuple(ends), isinstance(figures, Range), digits)
 
 
 def median(figures: Sequence[float], scale: float = 1.0) -> Measured:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.intervals import summarize
-from experiments.rerun import choose_run
+from experiments.runRecord import choose_run
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file

@@ -18,8 +18,7 @@ from test_results import run_line, speed_line
 from transformers import AutoModelForCausalLM
 
 import downloadData
-from experiments.categories import OVERALL, by_category, spec_bench
-from experiments.intervals import Range
+from experiments.intervals import OVERALL, Range, by_category, spec_bench
 from experiments.speed import digest
 from inputs import files
 from inputs.hub import HubFile, Manifest
@@ -51,11 +50,9 @@ def written(folder, *lines):
 def test_lines_of_both_forms_are_read(tmp_path):
     first, *others = read_questions(written(tmp_path, STORY[0], "", *STORY[1:]))
     assert first == Question(1, "story", ("It was late, and", "The boy answered, and"))
-    assert [(q.line, q.category, q.turns) for q in others] == [
-        (3, "story", ("The bell of the harbour",)),
-        (4, "article", ("A tarn is",)),
-        (5, "article", ("A tide is",)),
-    ]
+    assert others == [Question(n, s["category"], (s["prompt"],)) for n, s in zip((3, 4, 5), STORY[1:])]
+    with refused("is empty"):
+        read_questions(written(tmp_path, "", " "))
 
 
 def test_all_categories_of_mt_bench_are_one_task_and_a_few_are_not(tmp_path):
@@ -91,11 +88,6 @@ def test_a_line_that_cannot_be_used_is_one_line_before_anything_is_loaded(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and words in said and f"{file}, line 5: " in said
     assert not (tmp_path / "results.jsonl").exists()
-
-
-def test_a_file_without_prompts_is_refused(tmp_path):
-    with refused("is empty"):
-        read_questions(written(tmp_path, "", " "))
 
 
 def test_the_bundled_prompts_are_of_six_tasks_and_fit_the_bundled_models():
@@ -191,13 +183,12 @@ def text(method, prompt, tokens, seconds, repeat=0, question=None, category="qa"
 def test_the_speed_up_of_spec_bench_by_hand():
     """Question 0 has two turns: 10 tokens in 2 s and 30 in 2 s are 10 a second, not the mean of 5 and 15. The mean of
     the speeds 10 and 2 over that of 4 and 2 is 2; the mean of the ratios 2.5 and 1 would be 1.75."""
+    seconds = {"block": (2.0, 2.0, 4.0), "target": (5.0, 5.0, 4.0)}  # of each text: its tokens, and its question
+    of_texts = (10, 0), (30, 0), (8, 1)
     texts = [
-        text("block", 0, 10, 2.0),
-        text("block", 1, 30, 2.0, question=0),
-        text("block", 2, 8, 4.0, question=1),
-        text("target", 0, 10, 5.0),
-        text("target", 1, 30, 5.0, question=0),
-        text("target", 2, 8, 4.0, question=1),
+        text(name, prompt, tokens, took, question=question)
+        for name, times in seconds.items()
+        for prompt, (took, (tokens, question)) in enumerate(zip(times, of_texts))
     ]
     assert spec_bench(texts, "block") == Range(2.0, 1.0, 2.5) and spec_bench(texts, "target") == (1, 1, 1)
     slower = [line | {"repeat": 1, "seconds": line["seconds"] * (1 + (line["method"] == "block"))} for line in texts]
@@ -295,14 +286,14 @@ def specbench(tmp_path, monkeypatch):
         server.shutdown()
 
 
-def assert_refused(capsys, *words, arguments=("specbench",)):
-    assert_error(capsys, *words, arguments=arguments, script=downloadData)
+def assert_refused(capsys, *words, given=()):
+    assert_error(capsys, *words, arguments=["specbench", *given], script=downloadData)
 
 
 def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, capsys):
     with refused("downloadData.py (specbench)", "--prompts sample"):
         read_questions("specbench")
-    assert_refused(capsys, "--offline", arguments=("specbench", "--offline"))
+    assert_refused(capsys, "--offline", given=["--offline"])
     assert downloadData.main(["specbench"]) == 0 and "complete" in capsys.readouterr().out
     assert [question.turns for question in read_questions("specbench")][1:] == [(s["prompt"],) for s in STORY[1:]]
     manifest = Manifest.read(tmp_path / "datasets" / "specbench")
@@ -311,22 +302,18 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
     assert downloadData.main(["specbench", "--offline"]) == downloadData.main(["specbench"]) == 0
     file = tmp_path / "datasets" / "specbench" / "question.jsonl"
     file.write_bytes(FILE.replace(b"tarn", b"lake"))  # unless it is damaged.
-    assert_refused(capsys, "damaged", arguments=("specbench", "--offline"))
+    assert_refused(capsys, "damaged", given=["--offline"])
     (specbench / "question.jsonl").write_bytes(FILE)
     assert downloadData.main(["specbench"]) == 0 and file.read_bytes() == FILE
 
 
 @pytest.mark.parametrize("content", [FILE[:-1], FILE + b"\n", FILE.replace(b"tarn", b"lake")])
 def test_another_file_is_never_taken_for_spec_benchs(specbench, tmp_path, capsys, content):
-    (specbench / "question.jsonl").write_bytes(content)
+    file = specbench / "question.jsonl"
+    file.write_bytes(content)
     assert_refused(capsys, "does not have the hash")
-    assert_refused(
-        capsys,
-        "does not have the hash",
-        "--prompts",
-        arguments=("specbench", "--from", str(specbench / "question.jsonl")),
-    )
-    (specbench / "question.jsonl").unlink()
+    assert_refused(capsys, "does not have the hash", "--prompts", given=["--from", str(file)])
+    file.unlink()
     assert_refused(capsys, "404", "--from", "127.0.0.1")
     assert not list((tmp_path / "datasets").glob("spec*"))
 

@@ -9,6 +9,7 @@ from conftest import ROOT, few_mistakes
 from localHub import Repository
 from test_speed import measurement as timed
 
+import datasets
 import downloadModel
 from experiments.runRecord import origin
 from experiments.settings import parse

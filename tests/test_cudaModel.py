@@ -7,8 +7,8 @@ import helpers
 import pytest
 import softwareCuda
 import torch
-from test_acceptance import watched_alpha
 from test_specSampling import FREE, PROMPTS, near
+from test_sweep import watched_alpha
 
 from decoding.rows import Rows
 from decoding.verification import RULES, token_rule

@@ -5,50 +5,35 @@ import importlib
 import io
 import itertools
 import os
+import random
+import re
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from conftest import refused
 
+from experiments import flags
 from experiments.flags import FLAGS, parser
+from experiments.settings import parse
 from inputs.commandLine import Parser
+from methods import catalogue
+from methods.catalogue import METHODS, Method, Role, build, choose, repeatable
+from methods.samplers import Decoding
 
 # Wrong for every flag that takes a number, or one of several words.
-SCRIBBLE = [
-    "",
-    " ",
-    "x",
-    "-",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "\u0663",
-    "\uff11",
-    "1_0",
-    "0x10",
-    "1 2",
-    "1,5",
-    "None",
-    "\udcff",
-]
-SCRIBBLE += ["9" * 5000, "-" + "9" * 5000, "\ud83d\ude00", "two\nlines", "{}", "%s", "'", "1;", "\u2212\u0031"]
-
-words = st.text(st.characters(exclude_characters="\0"), max_size=8).filter(lambda word: word[:2] not in ("-h", "--"))
+SCRIBBLE = ["", " ", "x", "-", "nan", "inf", "-inf", "1e999", "\u0663", "\uff11", "1_0", "0x10", "1 2", "1,5", "None"]
+SCRIBBLE += ["\udcff", "9" * 5000, "-" + "9" * 5000, "\ud83d\ude00", "two\nlines", "{}", "%s", "'", "1;", "\u22121"]
 
 
 class Whole:
-    """A whole number from `least` to `most`: what is right, what is wrong, and a strategy of more that is."""
+    """A whole number from `least` to `most`: what is right, and what is wrong."""
 
     def __init__(self, least, most=10**9, more=()):
         self.right = [str(least), str(most), "+" + str(least), "00" + str(most)]
         self.wrong = [*SCRIBBLE, "1.5", "1e3", str(least - 1), str(most + 1), str(2**63), str(10**30), str(-(10**30))]
         self.wrong += more
-        numbers = st.integers(max_value=least - 1) | st.integers(min_value=most + 1) | st.floats()
-        self.drawn = numbers.map(str) | words.filter(lambda word: not word.strip("+-").isdecimal())
 
 
 class Number:
@@ -57,8 +42,6 @@ class Number:
     def __init__(self, least, most, more=()):
         self.right = [repr(least or 0.0), str(most), f"{most:e}"]
         self.wrong = [*SCRIBBLE, "1e", "e1", ".", "infinity", repr(most * 1.001), str(10**400), "-0.001", "-1", *more]
-        numbers = st.floats().filter(lambda value: not least <= value <= most)
-        self.drawn = numbers.map(str) | words.filter(lambda word: not any(c.isdecimal() for c in word))
 
 
 class Name:
@@ -66,7 +49,7 @@ class Name:
 
     def __init__(self, right=("x",), wrong=(), alone=()):
         self.right, self.wrong = right, ["", *wrong, *alone]
-        self.drawn = st.sampled_from(["", *wrong])
+        self.always = ["", *wrong]
 
 
 class Choice(Name):
@@ -78,7 +61,6 @@ class Switch:
     """Takes no value."""
 
     right, wrong = (), ["=", "=1", "=x"]
-    drawn = st.sampled_from(wrong)
 
 
 DEVICE = Name(
@@ -253,15 +235,14 @@ def test_a_flag_without_its_value_and_an_unknown_one_are_one_line(script):
         script.refuses(unknown, "x")
 
 
-@settings(max_examples=100, deadline=None)
-@given(data=st.data())
-def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, data):
-    wrong = data.draw(st.sampled_from(sorted(script.table)))
-    value = data.draw(script.table[wrong].drawn)
-    others = data.draw(st.lists(st.sampled_from(sorted(set(script.table) - {wrong, "models", "names"})), max_size=6))
-    given_ = [said(flag, data.draw(st.sampled_from(list(script.table[flag].right) or [None]))) for flag in others]
-    given_.insert(data.draw(st.integers(0, len(given_))), said(wrong, value))
-    script.refuses(*itertools.chain(*given_))
+@pytest.mark.parametrize("seed", range(60))
+def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, seed):
+    draw = random.Random(seed)
+    wrong, *others = draw.sample(sorted(script.table.keys() - {"models", "names"}), min(5, len(script.table) - 1))
+    kind = script.table[wrong]
+    words = [said(flag, draw.choice(list(script.table[flag].right) or [None])) for flag in others]
+    words.insert(draw.randint(0, len(words)), said(wrong, draw.choice(getattr(kind, "always", kind.wrong))))
+    script.refuses(*itertools.chain(*words))
 
 
 CLASHES = """
@@ -311,3 +292,74 @@ def test_help_begins_with_the_ten_flags_that_most_people_need():
     assert first == "the flags that most people need first" and len(groups[first]) == 10
     assert groups[first][:2] == ["target", "draft"] and others == list(groups)[3:]
     assert sorted(name for title in [first, *others] for name in groups[title]) == sorted([*FLAGS, "version"])
+    words = {word for name in METHODS for word in name.split(":")}
+    assert all(re.search(rf"\b{re.escape(word)}\b", parser().format_help()) for word in words)
+
+
+# What flags mean together, beside what is refused.
+
+
+def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
+    """Nothing else knows the methods by name: one more entry, and flags and help have it."""
+    toy = Method(
+        "toy",
+        "an example of a method",
+        lambda models, decoding: models["target"],
+        needs=(Role.DRAFT,),
+        seeded=lambda decoding: decoding.verification != "block",
+        modes=("speed",),
+    )
+    monkeypatch.setitem(catalogue.METHODS, "toy", toy)
+    monkeypatch.setattr(flags, "parser", flags.parser.__wrapped__)
+    models = ["--target", "t", "--draft", "d"]
+    assert parse([*models, "--compare", "toy"]).measuring.groups == {"compare": ["target", "toy"]}
+    assert parse([*models, "--lossless", "toy"]).measuring.groups == {"lossless": ["toy"]}
+    assert parse([*models, "--speed"]).measuring.groups["speed"][-1] == "toy"
+    assert "toy" in choose("all", {"draft"}) and "toy" in choose("all", {"draft"}, "lossless")
+    assert "toy" not in choose("all", ())
+    helps = {action.dest: action.help for action in flags.parser()._actions}
+    assert "toy (an example of a method)" in helps["compare"] and "toy" in helps["lossless"]
+    assert repeatable("toy", Decoding()) and not repeatable("toy", Decoding(verification="block"))
+    assert build(["toy"], {"target": 42}, Decoding()) == {"toy": 42}
+
+
+USELESS = f"""
+--sweep --gamma 3 | --compare fixed --draftLength additive | --speedNew --draftLength fixed | --diversity --sentences 1
+--diversity --dataset wikitext | --speed --prompt x --promptLen 12 | --audit {__file__} --books 3
+--speed --plausibility 0.1 | --speed --draftThreshold 0.3 | --speed --gamma1 3 | --speed --ngram 2
+--speed --treeRule topDown | --speed --tree 2,1 --gamma 3 | --compare tree --treeRule=topDown
+--speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
+--speed --tokens 3 | --ppl --batch 3 | --speed --draftBits 4 | --speed --writtenIn float32
+"""
+
+
+@pytest.mark.parametrize("argv", USELESS.strip().replace("\n", " | ").split(" | "))
+def test_a_last_flag_that_changes_nothing_is_refused(argv):
+    flag = argv.rpartition("--")[2].replace("=", " ").split()[0]
+    with refused(f"--{flag} "):
+        parse(argv.split())
+    parse(argv.split(), again=True)  # A record names all flags.
+
+
+USEFUL = """
+--speed --gamma 3 --verification block | --sweep --verification block --ngram 2 --draft lookup
+--sweep --speed --gamma 3 | --speed --draftLength draftConfidence --draftThreshold 0.3
+--compare all --mid bundled-mid --draft bundled-draft --gamma1 4 --gamma2 3 --ngram 2 --plausibility 0.2
+--compare noCache,speculativeNoCache --gamma 3 | --speed --tree 2,1 --treeRule topDown
+--lossless self,head --draftTop_p 0.5 --draftBits 4 | --ppl --diversity --dataset wikitext --sentences 3
+--show --prompt x --gamma 3
+"""
+
+
+@pytest.mark.parametrize("argv", USEFUL.strip().replace("\n", " | ").split(" | "))
+def test_a_flag_that_one_method_reads_is_taken(argv):
+    parse(argv.split())
+
+
+def test_new_tokens_of_a_mode_unless_they_are_said():
+    found = parse(["--target", "x", "--draft", "y", "--speed", "--speedNew", "--diversity"]).sampling
+    assert [found.max_len_of(mode) for mode in ("speed", "speedNew", "diversity")] == [200, 1000, 45]
+    assert found.of("diversity").temperature == 1 and found.of("speed").temperature == 0.85
+    argv = ["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"]
+    found = parse(argv).sampling
+    assert found.max_len_of("speedNew") == 7 and found.of("diversity").temperature == 0.5

@@ -4,6 +4,7 @@ end."""
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -12,22 +13,18 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import accelerate.state  # noqa: F401 - so that no fork has to import it
-import helpers
 import psutil
 import pytest
 from conftest import ROOT, few_mistakes, lines_of, prompted, refused
 
-from decoding.verification import token_rule
 from experiments import processes as sharing
-from experiments import sweep
-from experiments.acceptance import overlaps_of
 from experiments.processes import SINGLE, Processes
 from experiments.runRecord import devices
 from methods import selfDraft
-from methods.drafters import ModelDrafter
-from utils import Sampling, UserError
+from utils import UserError
 
 
 def group(count):
@@ -41,12 +38,6 @@ def group(count):
         return [item for peer in range(count) for item in lists[peer]]
 
     return [Processes(index, count, index, functools.partial(gather, index)) for index in range(count)]
-
-
-def everywhere(members, work):
-    """[what `work(processes)` returns in each process]."""
-    with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(work, members, timeout=20))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
@@ -63,39 +54,10 @@ def test_every_process_gets_all_results_in_order_and_computes_its_share(count):
         twice = list(processes.mapped(square, range(4))), list(processes.mapped(square, range(1)))
         return *twice, processes.gathered(processes.index)
 
-    assert everywhere(members, work) == [([0, 1, 4, 9], [0], list(range(count)))] * count
+    with ThreadPoolExecutor(count) as pool:
+        assert list(pool.map(work, members, timeout=20)) == [([0, 1, 4, 9], [0], list(range(count)))] * count
     assert sorted(item for _, item in computed) == [0, 0, 1, 2, 3]
     assert all(index == item % count for index, item in computed)
-
-
-def test_lines_come_while_others_are_still_measured_and_one_process_may_have_more_than_another():
-    written = []
-
-    def measured(processes):
-        for number in range(3 - 2 * processes.index):
-            assert processes.index or not number or written  # the lines of the round before
-            yield f"process {processes.index} text {number}"
-
-    def work(processes):
-        return [line for line in processes.merged(measured(processes)) if processes.index or not written.append(line)]
-
-    expected = ["process 0 text 0", "process 1 text 0", "process 0 text 1", "process 0 text 2"]
-    assert everywhere(group(2), work) == [expected] * 2
-
-
-def test_a_failure_is_one_line_on_every_process_and_what_came_is_kept(monkeypatch):
-    monkeypatch.setattr(signal, "signal", lambda *given: None)
-    lines = iter([["own", "theirs"], ["own", UserError("process 1 of 2: no GPU here")]])
-    processes, kept = Processes(0, 2, 0, lambda _: next(lines)), []
-    with refused("process 1 of 2: no GPU here"):
-        kept.extend(line for line in processes.merged(["own"] * 9) if kept.append(line))
-    assert kept == ["own", "theirs"] and processes.over
-
-    def broken(_):
-        raise RuntimeError("Connection closed by peer")
-
-    with refused("another process ended unexpectedly", "kept"):
-        Processes(0, 2, 0, broken).gathered(1)
 
 
 @pytest.mark.parametrize(
@@ -132,92 +94,58 @@ def test_a_mixture_of_devices_is_refused():
     here = {"processor": "NVIDIA A", "torch": "2", "transformers": "5", "numpy": "2", "threads": 1}
 
     def of_two(texts="t", weights="w", **differs):
-        """The records of two processes, or what each says, where the second differs."""
+        """The records of two processes of which the second differs."""
+        gathered = []
+        peers = SimpleNamespace(gathered=lambda value: gathered.append(value) or gathered)
+        devices(peers, "cuda:0", here, {"target": {"version": "w"}}, "t")
+        return devices(peers, "cuda:1", here | differs, {"target": {"version": weights}}, texts)
 
-        def record(processes):
-            second, device = processes.index == 1, f"cuda:{processes.index}"
-            versions = {"target": {"version": weights if second else "w"}}
-            try:
-                machine = here | differs if second else here
-                return devices(processes, device, machine, versions, texts if second else "t")
-            except UserError as error:
-                return str(error)
-
-        return everywhere(group(2), record)
-
-    first, second = of_two(threads=7)  # of a host; the GPUs compute
-    assert first == second
-    assert [(p["device"], p["processor"]) for p in first] == [("cuda:0", "NVIDIA A"), ("cuda:1", "NVIDIA A")]
+    records = of_two(threads=7)  # of a host; the GPUs compute
+    assert [(p["device"], p["processor"]) for p in records] == [("cuda:0", "NVIDIA A"), ("cuda:1", "NVIDIA A")]
     for differs, word in (
         ({"processor": "NVIDIA B"}, "device: NVIDIA A in process 0"),
         ({"torch": "3"}, "torch: 2"),
         ({"weights": "v"}, "weights of the target: w"),
         ({"texts": "u"}, "texts: t"),
     ):
-        first, second = of_two(**differs)
-        assert first == second and word in first and "\n" not in first
-
-
-def test_overlaps_in_a_sweep_are_the_same_for_any_number_of_processes():
-    pairs = [(helpers.tiny(), ModelDrafter(helpers.tiny(seed=1, layers=1))) for _ in range(2)]
-
-    def overlaps(processes):
-        target, drafter = pairs[processes.index]
-        sampler = sweep.samplers(target, drafter, token_rule)["gamma 4"]
-        return overlaps_of(sampler, [[5, 9], [7], [3, 3]], "cpu", Sampling(), 9, None, 0, processes.mapped)
-
-    assert everywhere(group(2), overlaps) == [overlaps(SINGLE)] * 2
+        with refused(word):
+            of_two(**differs)
 
 
 # Over gloo. A process is a fork of this one, so that it need not import torch again.
+FORK = multiprocessing.get_context("fork")
 
 
-def fork(cli, argv, log, index=0, count=1, port=0):
-    """The id of a new process that runs test.py as number `index` of `count`."""
-    child = os.fork()
-    if child:
-        return child
-    code = 70
-    try:
-        sys.stdout = sys.stderr = log.open("w", buffering=1)  # noqa: SIM115
-        sharing.torch.set_num_threads(1)
-        os.environ["OMP_NUM_THREADS"] = "1"
-        if count > 1:
-            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            here = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
-            os.environ.update(where | {name: str(value) for name, value in here.items()})
-        code = cli.main(argv)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+def member(cli, argv, log, index, count, port):
+    """Runs test.py as process `index` of `count`."""
+    sys.stdout = sys.stderr = log.open("w", buffering=1)  # noqa: SIM115
+    sharing.torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if count > 1:
+        here = {"RANK": index, "LOCAL_RANK": index, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {k: str(v) for k, v in (here | {"MASTER_PORT": port}).items()}
+    sys.exit(cli.main(argv))
 
 
 def launch(cli, argv, folder, count):
-    """Process ids and log files of a run by `count` processes."""
+    """The processes of a run, and their log files."""
     with contextlib.closing(socket.socket()) as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder.mkdir()
     logs = [folder / f"log{index}" for index in range(count)]
     argv = [*argv, "--device", "cpu", "--out", str(folder)]
-    return [fork(cli, argv, log, index, count, port) for index, log in enumerate(logs)], logs
+    given = [(cli, argv, log, index, count, port) for index, log in enumerate(logs)]
+    children = [FORK.Process(target=member, args=args, daemon=True) for args in given]
+    for child in children:
+        child.start()
+    return children, logs
 
 
 def wait(child, seconds=60):
-    """The exit code of a process, negative for a signal."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError("the process does not end")
+    """The exit code of a process, negative for a signal; None if it does not end."""
+    child.join(seconds)
+    return child.exitcode
 
 
 # What differs from run to run.
@@ -294,7 +222,7 @@ def test_a_process_that_dies_or_is_ended_ends_the_run_with_one_line(cli, flags, 
     end = time.monotonic() + 60
     while not theirs() and time.monotonic() < end:
         time.sleep(0.05)
-    os.kill(children[victim], number)
+    os.kill(children[victim].pid, number)
     killed = number == signal.SIGKILL
     assert wait(children[victim], 20) == (-number if killed else 2) and wait(children[1 - victim], 20) == 2
     said = [line for line in logs[0].read_text().split("\n") if line.startswith("test.py: error: ")]
@@ -318,8 +246,6 @@ def test_what_one_process_cannot_do_is_said_by_process_0(cli, flags, tmp_path, m
 
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
-
-
 full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of torch; FULL=1 asks for it")
 
 

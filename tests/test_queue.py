@@ -71,21 +71,19 @@ def written(method, batch, target, draft, mid, sampling=FREE, texts=TEXTS):
     )
 
 
+PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
+
+
 @pytest.mark.parametrize("engine", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_text_is_the_same_at_every_batch_size(method, engine):
-    alone, _ = written(method, 1, *models(engine))
+@pytest.mark.parametrize("method, sampling", [*((name, FREE) for name in METHODS), ("fixed", PENALISED)])
+def test_a_text_is_the_same_at_every_batch_size(method, sampling, engine):
+    alone, _ = written(method, 1, *models(engine), sampling)
     assert len({len(text) for text in alone}) > 3  # Rows end at different times.
     for batch in (3, None):
-        texts, records = written(method, batch, *models(engine))
+        texts, records = written(method, batch, *models(engine), sampling)
         assert texts == alone
         assert [record.tokens for record in records] == list(map(len, texts))
         assert all(record.ttft > 0 for record in records)
-
-
-def test_with_a_penalty_too():
-    sampling = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
-    assert written("fixed", 3, *models(False), sampling)[0] == written("fixed", 1, *models(False), sampling)[0]
 
 
 def test_a_batch_shrinks_when_no_prompt_waits(monkeypatch):
@@ -132,13 +130,6 @@ def test_seeds_that_belong_to_rows_are_caught(monkeypatch):
     assert written("plain", 3, *models(False))[0] != right
 
 
-def test_what_cannot_be_a_batch_is_refused():
-    with refused("1 row or more"):
-        written("plain", 0, *models(False))
-    with pytest.raises(ValueError, match="generators"):
-        regrSampling(PROMPTS, models(False)[0], 9, generator=[torch.Generator()])
-
-
 # Rows.
 
 
@@ -154,7 +145,10 @@ def test_the_context_may_be_filled_to_its_last_token(family):
 def test_what_cannot_work_is_refused_before_work():
     target, draft = helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
     drafter, before = ModelDrafter(draft), (target.forwards, draft.forwards)
+    with pytest.raises(ValueError, match="generators"):
+        regrSampling(PROMPTS, target, 9, generator=[torch.Generator()])
     for match, call in {
+        "1 row or more": lambda: written("plain", 0, target, draft, None),
         "empty": lambda: specSampling([[1], []], target, drafter),
         "prompt is": lambda: regrSampling([], target),
         "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),

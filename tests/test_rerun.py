@@ -1,12 +1,15 @@
-"""A run's record is enough to run it again, and what then differs is said."""
+"""A run's record is enough to run it again, and what then differs is said; what it says of the machine."""
 
+import builtins
 import io
 import json
+import platform
 import shutil
 from dataclasses import replace
 
 import pytest
-from conftest import prompted
+import torch
+from conftest import ROOT, lines_of, prompted
 from hypothesis import given
 from hypothesis import settings as drawing
 from hypothesis import strategies as st
@@ -14,18 +17,15 @@ from safetensors.torch import load_file, save_file
 from test_flags import said, table
 from tqdm import tqdm
 
-from experiments import rerun, settings
+from experiments import runRecord, settings
 from experiments.flags import parser
+from inputs import files
 from methods.catalogue import METHODS, repeatable
 from methods.samplers import Decoding
 from utils import UserError
 
 # Of all methods, but for those of a temperature of their own, and with two that do not depend on the draft's luck.
 NAMES = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "contrastive"]
-
-
-def lines_of(folder):
-    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
 def write(folder, lines):
@@ -137,14 +137,6 @@ def test_a_run_that_cannot_be_made_again_is_one_line(again, edit, asked, words):
     assert code == 2 and words in err and out == ""
 
 
-def test_lines_without_hashes_are_of_an_older_version():
-    lines = [{"kind": "speed", "method": "target", "prompt": 0, "repeat": 0}, {"kind": "end"}]
-    assert rerun.comparable(lines) == {}
-    whole = {"mode": "speed", "promptLen": 8, "temperature": 1.0, "sha256": "0"}
-    assert len(rerun.comparable([line | whole for line in lines])) == 1
-    assert rerun.comparable([lines[0] | whole | {"method": "costAware"}]) == {}
-
-
 @drawing(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_flags_that_were_recorded_are_the_flags_again(data):
@@ -160,7 +152,7 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
     record = {"run": "r", "device": "cpu", "models": {}, "flags": json.loads(json.dumps(first.flags))}
     lines = [{"kind": "ppl", "of": "text", "corpus": "c", "ppl": {}}]
     device = first.models.device or "cpu"
-    again = settings.parse(rerun.flags_of_run(record, lines, str(first.output.folder)), again=True)
+    again = settings.parse(runRecord.flags_of_run(record, lines, str(first.output.folder)), again=True)
     assert again.flags == first.flags | {"device": device}
     assert again == replace(first, models=replace(first.models, device=device))
 
@@ -173,8 +165,8 @@ def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
     monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown}))
     arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
     assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
-    before, after = (rerun.comparable(lines_of(folder)) for folder in (made, tmp_path))
-    shared = [key for key in before if key[0] == "speed"]
+    before, after = (runRecord.comparable(lines_of(folder)) for folder in (made, tmp_path))
+    shared = [key for key in before if key.startswith("speed")]
     assert len(shared) == 2 * len({*NAMES, "target"} - {"costAware"})
     assert [before[key]["sha256"] for key in shared] == [after[key]["sha256"] for key in shared]
     assert bar == ("compare" in shown.getvalue())
@@ -187,3 +179,48 @@ def test_only_what_follows_the_clock_is_not_repeatable_and_other_programs():
     assert [name for name in own if not repeatable(name, Decoding(tree="2,1"))] == ["costAware"]
     clocked = {name for name in own if not repeatable(name, Decoding(draft_length="costAware"))}
     assert clocked == {"costAware", "tree", "topDown", "speculative", "speculativeContrastive"}
+
+
+def test_it_names_the_processor_and_the_versions(monkeypatch):
+    """Without Linux's list Python is asked for the processor."""
+    found = runRecord.machine("cpu")
+    assert found["processor"] and found["torch"] == torch.__version__
+    monkeypatch.setattr(builtins, "open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
+    monkeypatch.setattr(platform, "processor", lambda: "a processor")
+    assert runRecord.machine("cpu")["processor"] == "a processor"
+
+
+def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypatch):
+    for folder in runRecord.FOLDERS:
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in runRecord.SOURCE:
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    here = runRecord.code_version()
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+
+    def there():
+        runRecord.code_version.cache_clear()
+        return runRecord.code_version()
+
+    try:
+        assert there() == here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
+        (tmp_path / "engine" / "note.txt").write_text("no source")
+        assert there() == here
+        with open(tmp_path / "engine" / "kernels" / "choose.cpp", "a") as file:
+            file.write("// another")
+        assert there() != here
+    finally:
+        runRecord.code_version.cache_clear()
+
+
+def test_a_busy_machine_is_said():
+    run = {"machine": {"cores": 2}, "load": 2.4}
+    texts = [{"kind": "speed", "method": "target", "tpot": seconds} for seconds in (0.01, 0.02, 0.09, None)]
+    assert list(runRecord.strained(run, texts)) == [] == list(runRecord.strained({"machine": {"cores": None}}, []))
+    (busy,) = runRecord.strained(run | {"load": 4.2}, texts)
+    assert "a load of 4.2, and 2 cores" in busy
+    (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
+    assert "more than tenfold (target)" in unsteady
+    (again,) = runRecord.strained(run, [texts[0], texts[0] | {"stalled": 2}])
+    assert again.endswith("timed again: 1.")
+    assert runRecord.origin([], {}, "cpu", {})["load"] >= 0

@@ -1,4 +1,5 @@
-"""Figures computed by hand, and the order in which methods take their turns. Nothing here depends on a clock."""
+"""Figures of times and of texts computed by hand, and the order in which methods take their turns. Nothing here depends
+on a clock."""
 
 import gc
 import math
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+import PPL
 from decoding.rows import Record
 from experiments.intervals import Range, interval, speedup, summarize
+from experiments.measure import FIGURES, distinct, diversity_figures, entropy, repetition
 from experiments.speed import WARM, ends_after, in_turns, quiet, time_steps, time_texts
+from inputs.models import load_model, load_tokenizer
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -19,35 +23,20 @@ from specSampling import specSampling
 NAN = float("nan")
 
 
-def measurement(
-    method="target",
-    prompt=0,
-    repeat=0,
-    throughput=10.0,
-    ttft=0.5,
-    tpot=0.1,
-    report_tpot=0.2,
-    tokens_per_round=1.0,
-    acceptance_by_position=(),
-    seconds=1.0,
-    rounds=1,
-    drafted=0,
-    accepted=0,
-):
-    return dict(locals())
+def measurement(method="target", prompt=0, repeat=0, throughput=10.0, **changes):
+    figures = {"method": method, "prompt": prompt, "repeat": repeat, "throughput": throughput, "seconds": 1.0}
+    figures |= {"ttft": 0.5, "tpot": 0.1, "report_tpot": 0.2, "tokens_per_round": 1.0, "acceptance_by_position": ()}
+    return figures | {"rounds": 1, "drafted": 0, "accepted": 0} | changes
 
 
-def test_fewer_than_six_values_have_a_range_and_no_interval():
+def test_fewer_than_six_values_have_a_range_and_no_interval_one_has_none_and_unknown_ones_are_left_out():
     assert interval([3.0, 1.0, 2.0, 7.0, 5.0]) == Range(3, 1, 7) and isinstance(interval([3.0, 1.0]), Range)
     assert interval([1.0, 2.0, 6.0], np.mean) == (3, 1, 6)
-    few = interval([NAN, None, *range(1, 6)])  # values that are not known do not count
+    few = interval([NAN, None, *range(1, 6)])  # None is nan in results.jsonl
     assert isinstance(few, Range) and few == (3, 1, 5)
     middle, low, high = figures = interval([1.0, 2.0, 3.0, 6.0, 1.0, 5.0], np.mean)
     assert middle == 3 and 1 < low < 3 < high < 6 and not isinstance(figures, Range)
-
-
-def test_equal_values_are_their_interval_one_has_none_and_unknown_ones_are_left_out():
-    assert interval([3.0] * 5) == interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)  # None is nan in results.jsonl
+    assert interval([3.0] * 5) == interval([NAN, 3.0, None, 3.0]) == (3.0, 3.0, 3.0)
     middle, *ends = interval([3.0])
     assert middle == 3 and all(map(math.isnan, (*ends, *interval([NAN, None]), *interval([]))))
 
@@ -64,15 +53,9 @@ def test_the_interval_holds_the_median_and_narrows_with_more_values():
 
 
 def test_ratios_are_paired_by_prompt_and_repeat():
-    rows = [
-        measurement("target", 0, 0, 10.0),
-        measurement("fast", 0, 0, 20.0),
-        measurement("fast", 1, 0, 90.0),
-        measurement("target", 1, 0, 30.0),  # the order does not matter
-        measurement("fast", 0, 1, 25.0),
-        measurement("target", 0, 1, 100.0),
-        measurement("fast", 1, 1, 7.0),
-    ]  # its partner was never measured
+    texts = [(0, 0, 20.0), (1, 0, 90.0), (0, 1, 25.0), (1, 1, 7.0)]  # The last one's partner was never measured.
+    rows = [measurement("fast", *text) for text in texts]
+    rows += [measurement("target", *text) for text in ((1, 0, 30.0), (0, 0, 10.0), (0, 1, 100.0))]
     assert speedup(rows, "fast", "target") == (2.0, 0.25, 3.0)  # of 2, 3 and 0.25
     assert speedup(rows, "target", "target") == (1.0, 1.0, 1.0)
     assert all(map(math.isnan, speedup(rows, "fast", "nobody")))
@@ -82,15 +65,9 @@ def test_summary_of_measurements_made_by_hand():
     rows = []
     for prompt, (alone, together) in enumerate([(10.0, 15.0), (20.0, 50.0), (30.0, 30.0)]):
         rows.append(measurement("target", prompt, throughput=alone, ttft=prompt + 1.0, tpot=NAN))
-        rows.append(
-            measurement(
-                "speculative",
-                prompt,
-                throughput=together,
-                tokens_per_round=prompt + 2.0,
-                acceptance_by_position=[((4, 3), (3, 1)), ((6, 6),), ((2, 0), (0, 0))][prompt],
-            )
-        )
+        tested = [((4, 3), (3, 1)), ((6, 6),), ((2, 0), (0, 0))][prompt]
+        counts = {"tokens_per_round": prompt + 2.0, "acceptance_by_position": tested}
+        rows.append(measurement("speculative", prompt, throughput=together, **counts))
     target, speculative = summarize(rows)
     assert (target["method"], target["runs"], speculative["method"]) == ("target", 3, "speculative")
     assert target["throughput"][0] == 20 and target["ttft"][0] == 2 and math.isnan(target["tpot"][0])
@@ -206,14 +183,8 @@ def test_a_methods_tokens_do_not_depend_on_which_others_run():
 def test_a_measurement_holds_the_records_figures():
     line = play("A", [])[3]
     assert line["stalled"] == 0
-    assert {key: line[key] for key in ("prompt_tokens", "tokens", "ttft", "tpot", "throughput", "report_tpot")} == {
-        "prompt_tokens": 2,
-        "tokens": 5,
-        "ttft": 0.5,
-        "tpot": 1.5 / 4,
-        "throughput": 2.5,
-        "report_tpot": 0.4,
-    }
+    assert (line["prompt_tokens"], line["tokens"], line["ttft"], line["tpot"]) == (2, 5, 0.5, 1.5 / 4)
+    assert (line["throughput"], line["report_tpot"]) == (2.5, 0.4)
     assert (line["tokens_per_round"], line["drafted"], line["accepted"]) == (2.0, 6, 3)
     assert line["acceptance_by_position"] == [(2, 1), (1, 1), (1, 1)]
 
@@ -237,3 +208,32 @@ def test_no_garbage_is_collected_inside_a_timed_stretch():
     with pytest.raises(ZeroDivisionError), quiet("cpu"):
         raise ZeroDivisionError
     assert gc.isenabled()
+
+
+# Diversity.
+
+TEXT = "the cat and the dog and the cat"  # the 3, cat 2, and 2, dog 1
+
+
+def test_ngrams_are_counted_and_a_text_too_short_for_one_has_none():
+    assert entropy(TEXT, 1) == pytest.approx(3 / 8 * math.log2(8 / 3) + 2 * 2 / 8 * 2 + 1 / 8 * 3)
+    assert entropy(TEXT, 2) == pytest.approx(2 * 2 / 7 * math.log2(7 / 2) + 3 / 7 * math.log2(7))
+    assert entropy("a b c d", 1) == entropy("a\n b\t\u3000c  d", 1) == 2 and entropy("a a a", 1) == 0
+    assert distinct(TEXT, 1) == 4 / 8 and distinct(TEXT, 2) == 5 / 7
+    repeated = [repetition(text) for text in ("a b c d e", "a b c d a b c d", "x x x x x x")]
+    assert repeated == pytest.approx([0, 1 / 5, 2 / 3])
+    assert (entropy("a", 2), distinct("a", 2), repetition("a b c"), entropy("", 1)) == (0, 0, 0, 0)
+
+
+def test_diversity_of_a_continuation(pair_folder):
+    tokenizer = load_tokenizer(pair_folder / "target")
+    target = load_model(pair_folder / "target", tokenizer, "float32", "cpu")
+    prompt, tokens = (tokenizer(text)["input_ids"] for text in ("The bell and the", " bell and the lamp"))
+    values = diversity_figures(prompt, tokens, tokenizer, target)
+    assert tuple(values) == FIGURES
+    assert values["distinct_1"] == distinct("The bell and the bell and the lamp", 1) == 5 / 8
+    whole, head = (
+        len(ids) * math.log(PPL.calculate_ppl_regr(ids, target)) * (1 - 1 / len(ids))
+        for ids in (prompt + tokens, prompt)
+    )
+    assert values["perplexity"] == pytest.approx(math.exp((whole - head) / len(tokens)), rel=1e-5)

@@ -1,6 +1,10 @@
-"""The sweep over gamma, and the map of batch and gamma: what is timed, and what theory says of it."""
+"""The sweep over gamma, and the map of batch and gamma: what is timed, and what theory says of it. Theory at the
+paper's values, and the overlaps of p and q that texts visit, against those of a verification that is watched, and by
+hand."""
 
+import itertools
 import math
+from functools import partial
 
 import helpers
 import pytest
@@ -8,39 +12,39 @@ import torch
 from test_specSampling import PROMPTS, near
 from test_speed import measurement
 
+from decoding.drafter import Fixed, Guesses
+from decoding.lengthRules import Acceptance, DraftConfidence
+from decoding.tree import Tree
+from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep
 from experiments.measure import as_timed
 from experiments.speed import queue_figures
+from experiments.sweep import expectations, expected_chain, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
-from methods.lookup import LookupDrafter
+from methods.lookup import LookupDrafter, LookupFirst
+from methods.samplers import Decoding, chains, trees
+from methods.treeSampling import TreeDrafter, treeSampling
 from report import figures
 from report.runTables import batch_table, sweep_table
-from utils import Sampling
+from specSampling import specSampling
+from utils import Sampling, probabilities, residual
 
 DRAW = Sampling(1.0, 0, 1.0)
-CONDITIONS = {
-    "dtype": "float32",
-    "promptLen": 4,
-    "mode": "sweep",
-    "maxLen": 9,
-    "gamma": 4,
-    "temperature": 1.0,
-    "top_p": 1.0,
-}
+CONDITIONS = {"dtype": "float32", "promptLen": 4, "mode": "sweep", "maxLen": 9, "gamma": 4}
+CONDITIONS |= {"temperature": 1.0, "top_p": 1.0}
 
 # Over gamma.
 
 
 def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
-    lines = [measurement("target", prompt, throughput=10.0, tpot=0.1) for prompt in (0, 1)]
-    lines += [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
-    lines += [measurement("gamma 1", prompt, throughput=15.0, acceptance_by_position=[(10, 6)]) for prompt in (0, 1)]
-    lines += [
-        measurement("gamma 2", prompt, throughput=17.0, acceptance_by_position=[(10, 8), (8, 2)]) for prompt in (0, 1)
-    ]
-    found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
+    lines = [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
+    tested = {"target": (10.0, []), "gamma 1": (15.0, [(10, 6)]), "gamma 2": (17.0, [(10, 8), (8, 2)])}
+    for name, (speed, counts) in tested.items():
+        lines += [measurement(name, prompt, 0, speed, acceptance_by_position=counts) for prompt in (0, 1)]
+    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
+    found = sweep.predict(lines, costs)
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
 
@@ -52,31 +56,30 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
         assert row["theory"] == pytest.approx(tokens(gamma) / ([1.1, 1.3][gamma - 1] + gamma * c))
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
     assert found["best"] == max(range(9), key=lambda gamma: tokens(gamma) / (1 + gamma * c)) == 2
-    assert all(row["expected"] != row["expected"] for row in found["rows"])  # an old record: no overlaps
-    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
-    assert [row["expected"] for row in sweep.predict(lines, costs)["rows"]] == [1.5, 1.625]
+    assert [row["expected"] for row in found["rows"]] == [1.5, 1.625]
     guesses = [line for line in lines if line["method"] != "draft"]
-    assert sweep.predict(guesses, {"scoring": [1.0, 1.1, 1.3]})["c"] == 0  # no draft model: guessing costs nothing
+    assert sweep.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
 
 
 def test_texts_of_a_single_token_and_a_run_that_was_stopped_have_a_table_too(monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
     lines = [measurement(name, 0, tpot=None, acceptance_by_position=[]) for name in ("draft", "target", "gamma 1")]
-    found = sweep.predict(lines, {"scoring": [1.0, 1.1, 1.3]})
+    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": []}
+    found = sweep.predict(lines, costs)
     assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
-    assert [row["gamma"] for row in found["rows"]] == [1]
-    assert sweep.predict(lines[:2], {"scoring": [1.0, 1.1, 1.3]})["rows"] == []
+    assert [row["gamma"] for row in found["rows"]] == [1] and math.isnan(found["rows"][0]["expected"])
+    assert sweep.predict(lines[:2], costs)["rows"] == []
 
 
 def test_what_was_not_measured_is_a_dash():
     row = {"gamma": 1, "theory": math.nan, "paper": math.nan, "alpha": math.nan, "expected": math.nan}
     nothing = [math.nan] * 3
-    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing)
+    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing) | {"rounds": 0}
     plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
     lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
     table = sweep_table({"flags": {}, "models": {}}, lines, {"plain": plain, "rows": [row]})
     cells = [str(cell) for row in table.rows for cell in row]
-    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 8
+    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 9
 
 
 # Over batches.
@@ -121,13 +124,6 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is(tmp_path):
         assert [row[0] for row in batch_table(lines).rows] == ["1"] + ["8"] * (len(lines) == 8)
 
 
-def test_the_line_of_break_even_runs_between_faster_and_slower_cells():
-    _, axes = figures.plt.subplots()
-    figures.draw_break_even(axes, sweep.predict_batches(LINES))
-    lines = sorted((line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines)
-    assert lines == [([-0.5, 0.5], [0.5, 0.5]), ([0.5, 1.5], [0.5, 0.5])]  # 1.45 over 0.5, and 1.4 over 0.99
-
-
 @pytest.mark.parametrize("lookup", [False, True])
 def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
     monkeypatch.setattr(sweep, "BATCHES", (1, 3))
@@ -159,3 +155,144 @@ def test_tokens_a_round_are_those_of_all_texts():
     assert of_queue["tokens_per_round"] == pytest.approx((20 - 1) * len(PROMPTS) / rounds)
     assert [record.committed for record in written[1]] == [record.committed for record in written[2]]
     assert of_queue["throughput"] == pytest.approx(20 * len(PROMPTS) / of_queue["seconds"])
+
+
+# Theory, and the acceptance it follows from.
+
+
+def test_theory_has_the_papers_values_and_an_overlap_is_1_with_itself_and_0_where_nothing_is_shared():
+    assert improvement(0.8, 5, 0.0) == pytest.approx(3.69, abs=5e-3)  # the paper's table 1 counts operations: at c = 0
+    assert improvement(1.0, 4, 0.25) == pytest.approx(2.5)
+    assert improvement(0.0, 3, 0.1) == pytest.approx(1 / 1.3)
+    assert expected_chain([]) == 1 and expected_chain([0.5, 0.0, 1.0]) == 1.5
+    assert expected_chain([0.5, 0.8, 0.25]) == pytest.approx(1 + 0.5 + 0.4 + 0.1)
+    assert expected_chain([0.7] * 6) == pytest.approx((1 - 0.7**7) / (1 - 0.7))  # equation 1
+    p, q = torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.25, 0.75])
+    assert [overlap(p, p).item(), overlap(p, q).item(), overlap(p, p.flip(0)).item()] == [1, 0.25, 0.5]
+
+
+def test_rounds_have_the_overlaps_of_their_contexts():
+    """Of three guesses the first was accepted and the second not; the next round had none. In the last the text ended
+    at the first of three accepted guesses."""
+    p, q = torch.rand(4, 61).softmax(-1), torch.rand(3, 61).softmax(-1)
+    paths = [
+        sweep.chances_on_path(Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count]), p[: count + 1], last)
+        for count, last in ((3, 1), (0, 0), (3, 3))
+    ]
+    found = sweep.by_position(zip(paths, [3, 0, 1], [1, 0, 1]))
+    overlaps = overlap(p[:3], q)
+    assert [position[:2] for position in found] == [[3, 2], [2, 1]]
+    assert [position[2] for position in found] == pytest.approx([2 * overlaps[0].item(), overlaps[1].item()])
+    assert expectations(found) == {
+        "overlap": pytest.approx((2 * overlaps[0] + overlaps[1]).item() / 3),
+        "tokens": pytest.approx((1 + 2 * overlaps[0] / 3 * (1 + overlaps[1] / 2)).item()),
+    }
+
+
+def chain(target, drafter, gamma=4):
+    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma))
+
+
+def watched_alpha(prompts, target, drafter, max_len):
+    """The mean overlap of p and q in the contexts of tested guesses, seen by a verification rule."""
+    watched = []
+
+    def rule(p, q, drafts, u):
+        accepted, token = token_rule(p, q, drafts, u)
+        watched.extend(overlap(p[0, : q.shape[1]], q[0])[: int(accepted[0]) + 1].tolist())
+        return accepted, token
+
+    rule.waits = True  # int() synchronises with the host.
+    overlaps_of(partial(chain(target, drafter), verify=rule), prompts, target.device, DRAW, max_len, None, 0)
+    return sum(watched) / len(watched)
+
+
+def test_overlaps_are_those_that_verification_meets():
+    """And the sweep's alpha is their mean."""
+    target = helpers.tiny()
+    draft = ModelDrafter(near(target, noise=0.3))
+    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, None, 0)
+    mean = watched_alpha(PROMPTS, target, draft, 40)
+    assert expectations(found["overlap_by_position"])["overlap"] == pytest.approx(mean, abs=1e-5)
+    costs = sweep.sweep_costs(helpers.SINGLE_INPUTS, PROMPTS, target, draft, token_rule, DRAW, 40)
+    assert costs["alpha"] == pytest.approx(mean, abs=1e-5) and len(costs["overlap_by_position"]) == 10
+    assert costs["scoring"][0] == 1 and len(costs["scoring"]) == 11 and all(v > 0 for v in costs["scoring"])
+
+
+def test_one_context_has_its_own_overlap_and_where_nothing_is_guessed_it_is_unknown():
+    target, draft = helpers.tiny(), helpers.tiny(seed=1)
+    sampler = chain(target, ModelDrafter(draft))
+    nothing = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 2, None, 0)  # two tokens leave no room for a guess
+    assert nothing == {"overlap_by_position": [], "rounds": 1, "accepted": 0}
+    assert all(value != value for value in expectations([]).values())
+    (tokens,), _ = sampler([[5, 9]], max_len=3, sampling=DRAW, generator=torch.Generator().manual_seed(0))
+    p, q = (probabilities(m.score(torch.tensor([[5, 9, tokens[0]]]))[0, -1], DRAW) for m in (target, draft))
+    ((reached, tested, share),) = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 3, None, 0)["overlap_by_position"]
+    assert (reached, tested, share) == (2, 1, pytest.approx(overlap(p, q).item(), abs=1e-6))
+
+
+def mod12(prompts):
+    return [[token % 12 for token in prompt] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", ["model", "unsure", "lookup", "both"])
+def test_tokens_a_round_are_those_expected(name):
+    """And as many guesses pass, of those tested, as the overlap says."""
+    target = helpers.tiny(vocabulary=12, sharpness=2.0)
+    draft, lookup = ModelDrafter(near(target, noise=0.3)), LookupDrafter(12, worth=0)
+    drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2, worth=0), draft)}.get(name, draft)
+    length = DraftConfidence(4, 0.4) if name == "unsure" else Fixed(4)
+    method = partial(specSampling, target=target, drafter=drafter, gamma=length)
+    found = expectations(overlaps_of(method, mod12(PROMPTS), "cpu", DRAW, 60, None, 0)["overlap_by_position"])
+    _, records = method(mod12(PROMPTS) * 15, max_len=60, sampling=DRAW, generator=torch.Generator().manual_seed(1))
+    tokens = 1 + sum(sum(record.accepted) for record in records) / sum(len(record.times) - 1 for record in records)
+    tested, passed = (sum(column) for column in zip(*(pair for r in records for pair in r.acceptance_by_position)))
+    assert found["tokens"] == pytest.approx(tokens, rel=0.1) and tokens > 1.1
+    assert found["overlap"] == pytest.approx(passed / tested, abs=0.05)
+
+
+def test_the_share_of_each_sibling_is_what_it_adds_on_average():
+    """Against the verification of every pair of siblings that may be drawn."""
+    p, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.5, 0.3, 0.2, 0.0])
+    found, wanted = torch.zeros(2), torch.zeros(2)
+    for x, y in itertools.permutations(range(3), 2):
+        second = q.clone()
+        second[x] = 0
+        second /= second.sum()
+        first = (p[x] / q[x]).clamp(max=1)
+        left = residual(p, q)
+        drawn = q[x] * second[y]
+        wanted += drawn * torch.stack([first, (1 - first) * (left[y] / second[y]).clamp(max=1)])
+        found += drawn * torch.tensor(sweep.chances(p, torch.stack([q, second]), torch.tensor([x, y])))
+    torch.testing.assert_close(found, wanted)
+    assert found[0] == pytest.approx(float(overlap(p, q)))
+
+
+@pytest.mark.parametrize(
+    "rule, shape",
+    [("topDown", "3,2,1"), ("topDown", None), ("traversal", "3,2,1"), *[("topDown", "2/2,1")] * helpers.FULL],
+)
+def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
+    """The traversal rule accepts more: it judges whole paths. The controller of shapes expects the same."""
+    target = helpers.tiny(vocabulary=12, sharpness=2.0)
+    drafter = TreeDrafter(near(target, noise=0.3))
+    choice = Tree.of(shape) if shape else helpers.InTurn(*map(Tree.of, ("1,1", "3,1")))
+    method = partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
+    found = overlaps_of(method, mod12(PROMPTS) * 5, "cpu", DRAW, 40, None, 0)
+    tokens = expectations(found["overlap_by_position"])["tokens"]
+    ratio = (1 + found["accepted"] / found["rounds"]) / tokens
+    assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
+    if shape:
+        acceptance = Acceptance()
+        for depth, (_, *pairs) in enumerate(found["overlap_by_position"]):
+            for rank, (tested, share) in enumerate(zip(pairs[::2], pairs[1::2])):
+                acceptance.reached[depth, rank], acceptance.accepted[depth, rank] = tested, share
+        assert Tree.of(shape).expected_tokens(acceptance.table(3, 3)) == pytest.approx(tokens, rel=0.1)
+
+
+def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
+    target = helpers.tiny()
+    models = {"target": target, "draft": near(target, noise=0.3)}
+    methods = (chains(models, Decoding(gamma=3), "fixed", "block"), trees(models, Decoding(tree="1,1,1"), "traversal"))
+    one, other = (overlaps_of(method, PROMPTS, "cpu", DRAW, 30, None, 0) for method in methods)
+    assert one == other and len(one["overlap_by_position"]) == 3
