@@ -33,8 +33,8 @@ Job = structure(
     add=ctypes.c_bool, ahead=NUMBER, pace=NUMBER, lines=ctypes.c_int,
 )  # fmt: skip
 CodesJob = structure(
-    "CodesJob", tokens=NUMBER, x=POINTER, scales=POINTER, sums_of_x=POINTER, block=POINTER, size=NUMBER, group=NUMBER,
-    bits=NUMBER, sums=POINTER, apart=NUMBER,
+    "CodesJob", tokens=NUMBER, x=POINTER, groups=POINTER, block=POINTER, size=NUMBER, group=NUMBER, bits=NUMBER,
+    sums=POINTER,
 )  # fmt: skip
 LOOP, CODES_LOOP = (ctypes.CFUNCTYPE(None, ctypes.POINTER(kind)) for kind in (Job, CodesJob))
 Multiply = structure(
@@ -104,14 +104,17 @@ def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bit
         scales = torch.rand(tokens, size // group, generator=generator)
         groups = x.unflatten(1, (-1, group))
         scaled, of_x = (groups * scales[..., None]).flatten(1).double(), groups.sum(-1, dtype=torch.int32)
+        side_by_side = x.unflatten(1, (-1, 4)).transpose(0, 1).contiguous()  # [size / 4, tokens, 4]
+        starts = (-of_x << (bits - 1)).view(torch.float32)
+        scales_and_starts = torch.stack([scales, starts], -1).transpose(0, 1).contiguous()  # [groups, tokens, 2]
         for made in right, wrong:
-            sums = torch.full((tokens, SIDE + 8), 7.0)
-            inputs = (each.data_ptr() for each in (x, scales, of_x, made))
-            job = CodesJob(tokens, *inputs, size, group, bits, sums.data_ptr(), SIDE + 8)
+            sums = torch.full((tokens + 1, SIDE), 7.0)
+            inputs = (each.data_ptr() for each in (side_by_side, scales_and_starts, made))
+            job = CodesJob(tokens, *inputs, size, group, bits, sums.data_ptr())
             multiply.codes(ctypes.byref(job))
-            error = (sums[:, :SIDE] - linear(scaled, weight.weight().double())).abs()
+            error = (sums[:tokens] - linear(scaled, weight.weight().double())).abs()
             bound = 1e-6 * linear(scaled.abs(), weight.weight().double().abs())
-            assert (error <= bound).all() == (made is right) and (sums[:, SIDE:] == 7).all()
+            assert (error <= bound).all() == (made is right) and (sums[tokens:] == 7).all()
 
 
 @pytest.fixture

@@ -69,32 +69,39 @@ struct Linear {
     long bits() const { return (packed.size(2) - SIDE * 2) * TILE / (group() * SIDE * 4); }
 };
 
-// x [tokens, in] with one scale for each group of numbers, in int8.
+// Inputs of a layer with a weight in few bits, rounded to int8 by groups, as its jobs read them: those of one job side by
+// side.
 struct Rounded {
     std::vector<int8_t> x;
-    std::vector<float> scales;   // [tokens, in / group]
-    std::vector<int32_t> sums;
+    std::vector<CodesJob::Group> groups;
 
-    template <typename T> void round(const T* from, long tokens, long in, long group) {
-        long groups = tokens * in / group;
-        x.resize(std::max(x.size(), size_t(tokens * in)));
-        scales.resize(std::max(scales.size(), size_t(groups))), sums.resize(scales.size());
-        for (long g = 0; g < groups; g++) {
-            const T* some = from + g * group;
-            int8_t* to = x.data() + g * group;
-            float most = 0;
-            int32_t sum = 0;
-            for (long i = 0; i < group; i++) most = std::max(most, std::abs(wide(some[i])));
-            const float factor = most > 0 ? 127 / most : 0;
-            for (long i = 0; i < group; i++) {
-                // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the low bits.
-                float y = wide(some[i]) * factor + 12582912.f;
-                int32_t bits;
-                std::memcpy(&bits, &y, 4);
-                to[i] = int8_t(bits);
-                sum += int8_t(bits);
-            }
-            scales[g] = most / 127, sums[g] = sum;
+    template <typename T> void round(const T* from, long tokens, const Linear& layer, long jobs) {
+        const long in = layer.in, size = layer.group(), count = in / size, half = 1l << (layer.bits() - 1);
+        x.resize(std::max(x.size(), size_t(tokens * in))), groups.resize(std::max(groups.size(), size_t(tokens * count)));
+        for (long job = 0; job < jobs; job++) {
+            const long first = tokens * job / jobs, width = tokens * (job + 1) / jobs - first;
+            for (long m = 0; m < width; m++)
+                for (long g = 0; g < count; g++) {
+                    const T* numbers = from + (first + m) * in + g * size;
+                    int8_t* to = x.data() + first * in + g * size * width + m * 4;
+                    float most = 0;
+                    int32_t sum = 0;
+                    for (long i = 0; i < size; i++) most = std::max(most, std::abs(wide(numbers[i])));
+                    const float factor = most > 0 ? 127 / most : 0;
+                    for (long tile = 0; tile < size; tile += TILE) {
+                        int8_t rounded[TILE];
+                        for (long i = 0; i < TILE; i++) {
+                            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the low bits.
+                            float y = wide(numbers[tile + i]) * factor + 12582912.f;
+                            int32_t bits;
+                            std::memcpy(&bits, &y, 4);
+                            rounded[i] = int8_t(bits);
+                            sum += int8_t(bits);
+                        }
+                        for (long i = 0; i < TILE; i += 4) std::memcpy(to + (tile + i) * width, rounded + i, 4);
+                    }
+                    groups[first * count + g * width + m] = {most / 127, int32_t(-sum * half)};
+                }
         }
     }
 };
@@ -102,14 +109,13 @@ struct Rounded {
 // Multiplies all tokens with blocks first to last - 1 of a weight in few bits -> sums[blocks][tokens]. A block stays in
 // the second cache for all jobs.
 static inline void through_codes(const Multiply& kernel, const Rounded& rounded, const Linear& layer, long first, long last,
-                                 long tokens, Sums* sums) {
-    const long groups = layer.packed.size(1), jobs = (tokens + kernel.most_codes - 1) / kernel.most_codes;
+                                 long tokens, long jobs, Sums* sums) {
     for (long b = first; b < last; b++)
         for (long job = 0; job < jobs; job++) {
             long m = tokens * job / jobs;
-            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * layer.in, rounded.scales.data() + m * groups,
-                          rounded.sums.data() + m * groups, layer.block(b), layer.in, layer.group(), layer.bits(),
-                          sums[(b - first) * tokens + m].of});
+            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * layer.in,
+                          rounded.groups.data() + m * (layer.in / layer.group()), layer.block(b), layer.in, layer.group(),
+                          layer.bits(), sums[(b - first) * tokens + m].of});
         }
 }
 
@@ -128,10 +134,11 @@ static void multiply(const Member& member, const T* x, const Linear& layer, long
         most_blocks = std::max(1l, ROOM / (tokens * unit * long(sizeof(Sums)))) * unit;
     sums.resize(std::max(sums.size(), size_t(most_blocks * tokens)));
     auto [first, last] = member.part(blocks, unit);
-    if (quantised && first < last) rounded.round(x, tokens, layer.in, layer.group());
+    const long jobs = (tokens + kernel.most_codes - 1) / kernel.most_codes;
+    if (quantised && first < last) rounded.round(x, tokens, layer, jobs);
     for (long b = first; b < last; b += most_blocks) {
         long end = std::min(b + most_blocks, last);
-        if (quantised) through_codes(kernel, rounded, layer, b, end, tokens, sums.data());
+        if (quantised) through_codes(kernel, rounded, layer, b, end, tokens, jobs, sums.data());
         else through_blocks(kernel, x, (const T*)layer.block(b), end - b, tokens, layer.in, sums.data());
         for (long block = b; block < end; block += unit)
             for (long m = 0; m < tokens; m++) sink(block, m, &sums[(block - b) * tokens + m], tokens);

@@ -117,62 +117,86 @@ static inline Ints dotted(Ints sum, Words w, const int8_t* x) {
 #endif
 }
 
-// Weights of 4 inputs, k of 8 in a tile, for the outputs of vector v: four unsigned bytes a lane. tile: its rows.
-template <int BITS> static inline Words codes(const char* tile, int k, int v) {
-    auto row = [&](int number) { return loaded<Words>(tile + number * SIDE * 4 + v * BYTES); };
-    if constexpr (BITS == 8) return row(k);
-    Words w = (k % 2 ? row(k / 2) >> 4 : row(k / 2)) & 0x0f0f0f0fu;
+// A tile of a weight in BITS bits.
+template <int BITS> struct Tile {
+    static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // rows of one bit more
+    const char* rows;
+    Words low[VECTORS], high[MORE + 1][VECTORS];
+
+    [[gnu::always_inline]] Tile(const char* rows) : rows(rows) {
 #pragma GCC unroll 2
-    for (int bit = 4; bit < BITS; bit++) {
-        Words high = row(bit);  // Bit k of each byte is this bit of the weight.
-        w |= (k < bit ? high << (bit - k) : high >> (k - bit)) & (0x01010101u << bit);
+        for (int bit = 0; bit < MORE; bit++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) high[bit][v] = row(4 + bit, v);
     }
-    return w;
-}
+
+    // The compiler would rather load a row again for each use, and loads are what there is least of.
+    [[gnu::always_inline]] Words row(int number, int v) const {
+        Words row = loaded<Words>(rows + number * SIDE * 4 + v * BYTES);
+#if defined(__AVX512F__)
+        asm("" : "+v"(row));
+#endif
+        return row;
+    }
+
+    // Weights of 4 inputs, k of 8, for the outputs of vector v: four unsigned bytes a lane. For k = 0, 1, 2, ... in turn.
+    [[gnu::always_inline]] Words codes(int k, int v) {
+        if constexpr (BITS == 8) return row(k, v);
+        if (k % 2 == 0) low[v] = row(k / 2, v);
+        Words w = (k % 2 ? low[v] >> 4 : low[v]) & 0x0f0f0f0fu;
+#pragma GCC unroll 2
+        for (int bit = 0; bit < MORE; bit++) {  // Bit k of each byte is bit 4 + `bit` of the weight.
+            Words shifted = k < 4 + bit ? high[bit][v] << (4 + bit - k) : high[bit][v] >> (k - 4 - bit);
+            w |= shifted & (0x10101010u << bit);
+        }
+        return w;
+    }
+};
 
 constexpr long AHEAD_OF_CODES = 8192;  // Bytes from what is read to what is prefetched.
-constexpr int MOST_OF_CODES = std::max(1, BYTES / 10);  // With more, not all sums stay in registers.
+constexpr int MOST_OF_CODES = std::max(1, BYTES == 64 ? 9 : BYTES / 10);  // With more, few sums stay in registers.
 
 // The job of M tokens whose weights have BITS bits.
 template <int M, int BITS> static void by_codes(const CodesJob& job) {
     Floats acc[M][VECTORS] = {};
-    const long groups = job.in / job.group;
     const char* here = job.block;
-    for (long g = 0; g < groups; g++) {
+    const int8_t* x = job.x;
+    const CodesJob::Group* group = job.groups;
+    for (long in = 0; in < job.in; in += job.group, group += M) {
         const char* scales = here;
         __builtin_prefetch(scales + AHEAD_OF_CODES);
         here += SIDE * 2;
         Ints sums[M][VECTORS];
+#pragma GCC unroll 16
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int m = 0; m < M; m++)  // Codes are weights plus half their range.
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sums[m][v] = -(job.sums_of_x[m * groups + g] << (BITS - 1)) - Ints{};
-        for (long in = g * job.group; in < (g + 1) * job.group; in += TILE, here += BITS * SIDE * 4) {
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = (Ints)spread(&group[m].start);
+        for (long tile = 0; tile < job.group; tile += TILE, here += BITS * SIDE * 4) {
 #pragma GCC unroll 16
             for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + AHEAD_OF_CODES + line);
+            Tile<BITS> weights(here);
 #pragma GCC unroll BYTES / 8
             for (int k = 0; k < 8; k++) {
                 Words w[VECTORS];
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) w[v] = codes<BITS>(here, k, v);
+                for (int v = 0; v < VECTORS; v++) w[v] = weights.codes(k, v);
+#pragma GCC unroll 16
+                for (int m = 0; m < M; m++, x += 4)
 #pragma GCC unroll 8
-                for (int m = 0; m < M; m++)
-#pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) sums[m][v] = dotted(sums[m][v], w[v], job.x + m * job.in + in + 4 * k);
+                    for (int v = 0; v < VECTORS; v++) sums[m][v] = dotted(sums[m][v], w[v], x);
             }
         }
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) {
             Floats scale = (Floats)(__builtin_convertvector(loaded<Halves>(scales + v * BYTES / 2), Words) << 16);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++)
-                acc[m][v] += __builtin_convertvector(sums[m][v], Floats) * (scale * job.scales[m * groups + g]);
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) acc[m][v] += __builtin_convertvector(sums[m][v], Floats) * (scale * group[m].scale);
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) std::memcpy(job.sums + m * job.apart + v * LANES, &acc[m][v], BYTES);
+        for (int v = 0; v < VECTORS; v++) std::memcpy(job.sums + m * SIDE + v * LANES, &acc[m][v], BYTES);
 }
 
 template <int BITS, int M = MOST_OF_CODES>

@@ -26,16 +26,18 @@ struct Job {
     int lines = 2;          // and cache lines prefetched at each of these places: 1 if several jobs go through the block.
 };
 
-// sums[tokens][SIDE] = x [tokens][in] times one block of a weight in few bits (linear.h).
+// sums[tokens][SIDE] = x times one block of a weight in few bits (linear.h). x is rounded by groups of inputs.
 struct CodesJob {
+    struct Group {
+        float scale;    // x is int8 times this
+        int32_t start;  // what its sums begin with: codes are weights plus half their range
+    };
     long tokens;
-    const int8_t* x;     // [tokens][in], x over the scale of its group
-    const float* scales; // [tokens][in / group], of the groups of x
-    const int32_t* sums_of_x;  // [tokens][in / group], the sums of the groups of x
+    const int8_t* x;      // [in / 4][tokens][4]
+    const Group* groups;  // [in / group][tokens]
     const char* block;
     long in, group, bits;
     float* sums;
-    long apart = SIDE;  // numbers from one row of sums to the next
 };
 constexpr long TILE = 32;  // Inputs that share a row of every bit.
 
