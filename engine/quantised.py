@@ -19,10 +19,7 @@ from engine.sharedWeights import sharing_copy
 BITS = (4, 5, 6, 8)  # of a weight; there are kernels for these
 GROUP = 32  # neighbouring inputs that share a scale
 SHARES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76)  # candidates for a scale, of the one that fits the largest number
-DAMPING = 0.01  # of a hessian's mean diagonal, added to the diagonal
-PASSES = 2  # of improving scales and codes alternately
-BLOCK = 128  # columns whose changes reach the columns after them in one product
-OUTPUTS = 1024  # whose scales are fitted together: it bounds memory
+AT_ONCE = 1 << 17  # weights that are rounded together: they stay in a processor's cache
 
 
 class Codes(NamedTuple):
@@ -38,101 +35,34 @@ class Codes(NamedTuple):
         return (signed.unflatten(1, (self.scales.shape[1], -1)) * self.scales[..., None]).flatten(1)
 
 
+@torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> Codes:
-    """The codes and scales of least squared error, by search."""
-    groups = weight.detach().float().unflatten(1, (-1, GROUP))
-    scales = best_scales(groups, bits)
-    return unsigned(nearest(groups, scales[..., None], bits).flatten(1), scales, bits)
+    """The codes and scales `[out, in]` of least squared error, by search.
 
-
-def compensated(weight: Tensor, hessian: Tensor, bits: int, passes: int = PASSES) -> Codes:
-    """Codes and scales that keep the layer's outputs rather than its weights.
-
-    hessian: sum of x x^T over the inputs x, float32 [in, in]. GPTQ (arXiv 2210.17323, algorithm 1), then in each pass
-    the best scales for these codes, and for each column the best codes while the others stay.
+    The number of a group that is furthest from zero gets -2^(bits-1), which has no positive partner: its sign is the
+    scale's.
     """
-    columns, hessian = weight.detach().float().t().contiguous(), damped(hessian, DAMPING)  # [in, out], [in, in]
-    root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
-    scales, diagonal = columns.new_empty(len(columns) // GROUP, len(weight)), hessian.diagonal()
-    ideal = columns.clone()
-    codes = codes_by_column(ideal, ideal, -root / root.diagonal()[:, None], scales, bits, diagonal)
-    wanted = hessian @ columns
-    for _ in range(passes):
-        scales = fitted(wanted, hessian, codes, scales)
-        before = codes * scales.repeat_interleave(GROUP, 0)
-        ideal = before + (wanted - hessian @ before) / diagonal[:, None]
-        codes = codes_by_column(ideal, before, hessian / diagonal, scales, bits)
-    return unsigned(codes.t(), scales.t(), bits)
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(len(weight), weight.shape[1] // GROUP, dtype=torch.bfloat16, device=weight.device)
+    for rows in torch.arange(len(weight)).split(max(1, AT_ONCE // weight.shape[1])):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        groups = weight[part].float().unflatten(1, (-1, GROUP))
+        furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+        best, least = torch.zeros_like(furthest), torch.full_like(furthest, torch.inf)
+        for share in SHARES:
+            scale = (furthest * (share / low)).bfloat16().float()
+            exact = groups * inverse(scale)
+            error = exact.round().clamp_(low, high).sub_(exact).square_().sum(-1, keepdim=True) * scale**2
+            best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
+        signed = (groups * inverse(best)).round_().clamp_(low, high)
+        codes[part], scales[part] = (signed - low).flatten(1), best[..., 0]
+    return Codes(codes, scales, bits)
 
 
-def codes_by_column(
-    ideal: Tensor, before: Tensor, influence: Tensor, scales: Tensor, bits: int, importance: Tensor | None = None
-) -> Tensor:
-    """Codes [in, out] nearest to the ideal columns (rows of the tensors here), one after the other. Where a column
-    moves from what it was before, the ideals of later ones move the other way, `influence` [in, in] times as far.
-
-    importance: [in], of the columns. If there is one, a group's scales [out] are searched for when its turn comes.
-    """
-    codes = torch.empty_like(ideal)
-    for start in range(0, len(ideal), BLOCK):
-        end = min(start + BLOCK, len(ideal))
-        moves = torch.empty_like(ideal[start:end])
-        for i in range(start, end):
-            if importance is not None and i % GROUP == 0:
-                part = slice(i, i + GROUP)
-                scales[i // GROUP] = best_scales(ideal[part].t(), bits, importance[part])
-            scale = scales[i // GROUP]
-            codes[i] = nearest(ideal[i], scale, bits)
-            moves[i - start] = codes[i] * scale - before[i]
-            ideal[i + 1 : end].addr_(influence[i, i + 1 : end], moves[i - start], alpha=-1)
-        ideal[end:].addmm_(influence[start:end, end:].t(), moves, alpha=-1)
-    return codes
-
-
-def fitted(wanted: Tensor, hessian: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """The scales [in / GROUP, out] with which these codes keep the layer's outputs best: least squares per output.
-
-    wanted: hessian @ weight^T, [in, out].
-    """
-    best = []
-    for right, code, old in zip(*(x.t().split(OUTPUTS) for x in (wanted, codes, scales))):
-        groups = code.unflatten(1, (len(scales), -1))  # [outputs, in / GROUP, GROUP]
-        parts = zip(groups.unbind(1), hessian.chunk(len(scales)))
-        system = torch.stack([((part @ rows).view_as(groups) * groups).sum(-1) for part, rows in parts], 1)
-        diagonal = system.diagonal(dim1=1, dim2=2)
-        diagonal += (ridge := 1e-3 * diagonal.mean(1, keepdim=True) + 1e-8)  # A group of zeros keeps its scale.
-        best.append(torch.linalg.solve(system, (right.unflatten(1, groups.shape[1:]) * groups).sum(-1) + ridge * old))
-    return torch.cat(best).bfloat16().float().t().contiguous()
-
-
-def best_scales(groups: Tensor, bits: int, importance: Tensor | float = 1.0) -> Tensor:
-    """The scales, as bfloat16 has them, of numbers [..., GROUP] with the least squared error, weighted by importance.
-
-    The number furthest from zero gets -2^(bits-1), which has no positive partner: its sign is the scale's.
-    """
-    furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
-    best, least = torch.zeros_like(furthest), torch.full_like(furthest, torch.inf)
-    for share in SHARES:
-        scale = (furthest * (-share / 2 ** (bits - 1))).bfloat16().float()
-        error = (nearest(groups, scale, bits) * scale - groups).square_().mul_(importance).sum(-1, keepdim=True)
-        best, least = torch.where(error < least, scale, best), torch.minimum(error, least)
-    return best.squeeze(-1)
-
-
-def nearest(numbers: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The nearest codes, less 2^(bits-1). A scale of 0 makes them 0."""
-    return (numbers / scale).nan_to_num_(0, 0, 0).round_().clamp_(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
-
-
-def unsigned(codes: Tensor, scales: Tensor, bits: int) -> Codes:
-    """The `Codes` of codes less 2^(bits-1)."""
-    return Codes((codes + 2 ** (bits - 1)).to(torch.uint8).contiguous(), scales.bfloat16().contiguous(), bits)
-
-
-def damped(hessian: Tensor, damping: float) -> Tensor:
-    """The hessian with its diagonal raised, so that it has an inverse. damping: of the mean diagonal."""
-    raised = (damping * hessian.diagonal().mean()).clamp_min(1e-8)
-    return hessian + torch.eye(len(hessian), device=hessian.device) * raised
+def inverse(scale: Tensor) -> Tensor:
+    """1 / scale; 0 where the scale is 0, so that all codes are."""
+    return torch.where(scale == 0, 0, 1 / scale)
 
 
 class QuantisedLinear(nn.Module):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -36,7 +35,7 @@ from methods.selfDraft import copies_of, trials
 from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
-ROUNDING, MULTIPLYING = 40, 12  # bytes for each weight of the largest layer while that is done to it, in float32
+MULTIPLYING = 12  # bytes for each weight of the largest layer while it is multiplied, in float32
 SCORED = "target", "draft"  # the roles whose perplexity and diversity are measured
 ANSWERS = "answers"  # to earlier turns: a mode with the default sampling and length
 LoadedModels = dict[str, CachedModel]  # {role: model}; those of `methods.samplers.Models`
@@ -247,22 +246,15 @@ class Inputs:
 
 
 def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
-    """The target's copies. Raises UserError if the memory is short for one, or for rounding the layers."""
-
-    def check_memory(needed: float) -> None:
+    """The target's copies. Raises UserError if the memory is short for one."""
+    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
+        sizes = [weight.numel() for weight in weights_of(target.model).values()]
+        needed = sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes)  # A weight takes a byte until it is packed.
         if needed > (free := available_memory(str(target.device))):
             short = f"its copy needs about {gigabytes(needed)} more and {target.device} has {gigabytes(free)} free"
             remedy = "use a smaller --dtype or target, or another --draft"
             raise UserError(f"{target.name} cannot draft for itself: {short}; {remedy}")
-
-    def follow(work: Iterable[Any], title: str, steps: int) -> Iterable[Any]:
-        check_memory(ROUNDING * max(sizes))  # Only now, as codes that are on the disk need not be made.
-        return followed(work, title, steps)
-
-    with suppress(RuntimeError):  # What cannot be rounded is refused by `copies_of`.
-        sizes = [weight.numel() for weight in weights_of(target.model).values()]
-        check_memory(sum(sizes) * (1 + SCALE) + MULTIPLYING * max(sizes))  # A weight takes a byte until it is packed.
-    return copies_of(target, bits, follow)
+    return copies_of(target, bits, followed)
 
 
 def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:

@@ -23,8 +23,7 @@ from methods.treeSampling import TreeDrafter
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities
 
-ROWS, LENGTH = 16, 256  # texts that the target writes for calibration, and tokens of each
-HELD_OUT = 4, 128  # likewise for `fastest`
+TEXTS = 4, 128  # that the target writes for `trials`, and tokens of each
 TIMINGS = 12  # of each forward
 
 Make = Callable[[CachedModel], CachedModel]  # prepares a copy for decoding
@@ -34,17 +33,17 @@ def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow | 
     """The copies of `target`, computed or read from disk. bits: those that will be needed, of BITS. follow: f(work,
     title, steps), shows progress. Raises UserError for a target whose layers cannot be rounded."""
     try:
-        return Copies(target, bits, lambda: own_text(target, ROWS, LENGTH), follow)
+        return Copies(target, bits, follow)
     except RuntimeError as error:
         raise UserError(f"{target.name} cannot draft for itself: {error}") from None
 
 
-def own_text(target: CachedModel, rows: int, length: int, seed: int = 0) -> Tensor:
+def own_text(target: CachedModel, rows: int, length: int) -> Tensor:
     """Text that the target writes from its first token on, int64 `[rows, length]`."""
     config = target.model.generation_config
     first = next((token for token in (config.bos_token_id, config.eos_token_id) if isinstance(token, int)), 0)
     length = min(length, target.context)
-    generator = Generator(target.device).manual_seed(seed)
+    generator = Generator(target.device).manual_seed(1)
     texts, _ = regrSampling([[first]] * rows, target, length - 1, Sampling(1.0, 0, 1.0), generator=generator)
     return torch.tensor([[first, *text] for text in texts], device=target.device)
 
@@ -54,7 +53,7 @@ class SelfDrafter(TreeDrafter):
     `ModelDrafter`."""
 
     def __init__(
-        self, target: CachedModel, bits: int = 4, temperature: float | None = None, top_p: float | None = None
+        self, target: CachedModel, bits: int = 6, temperature: float | None = None, top_p: float | None = None
     ) -> None:
         if bits not in BITS:
             raise UserError(f"a copy has {', '.join(map(str, BITS))} bits, not {bits}")
@@ -78,7 +77,7 @@ def trials(
 ) -> Iterator[MeasuredCopy]:
     """Measurements of the copies of all BITS on a short text that the target writes. One of them is in memory at a
     time."""
-    text = own_text(target, *HELD_OUT, seed=1)
+    text = own_text(target, *TEXTS)
     p = probabilities(target.score(text), sampling)
     for bits in BITS:
         copy = make(copies.of(bits, target))

@@ -99,12 +99,12 @@ def pair():
 
 @pytest.fixture(scope="session", autouse=True)
 def small_copies(tmp_path_factory):
-    """The target's own copy is rounded with short texts, and kept in a folder of this test run."""
+    """The target's own copy is measured on short texts, and kept in a folder of this test run."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("copies")
         patch.setattr(copies, "cache_folder", lambda: folder)
         patch.setattr(gate, "cache_folder", lambda: folder)
-        for name, value in {"ROWS": 2, "LENGTH": 24, "HELD_OUT": (2, 12), "TIMINGS": 1}.items():
+        for name, value in {"TEXTS": (2, 12), "TIMINGS": 1}.items():
             patch.setattr(selfDraft, name, value)
         yield folder
 

