@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import refused
 from test_otherTokenizer import TEXTS
-from test_otherTokenizer import pair as other_pair
+from test_otherTokenizer import models_of
 from test_specSampling import PROMPTS, near
 from torch import nn
 
@@ -552,7 +552,7 @@ def test_a_wrong_text_is_seen(models):
 
 
 def test_a_draft_of_another_tokenizer_is_compiled_too(kinds):
-    target, draft, translation = other_pair(kinds)
+    _, target, draft, translation = models_of(kinds)
     prompts, texts = [kinds["llama"](text)["input_ids"] for text in TEXTS], []
     for make in (lambda model: model), compiled:
         guesser = OtherTokenizerDrafter(make(draft), translation)
