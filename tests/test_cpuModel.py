@@ -12,8 +12,7 @@ import helpers
 import pytest
 import torch
 from conftest import refused
-from test_otherTokenizer import TEXTS
-from test_otherTokenizer import models_of
+from test_otherTokenizer import TEXTS, models_of
 from test_specSampling import PROMPTS, near
 from torch import nn
 
