@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import names_of, weight_of
 from engine.kernels.loader import cache_folder
-from engine.quantised import GROUP, PASSES, Codes, compensated, damped, quantised_copy, rounded
+from engine.quantised import PASSES, Codes, compensated, damped, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
 
@@ -54,8 +55,6 @@ class Copies:
         if model.is_spread:
             raise RuntimeError("it is spread over several devices")
         weights = weights_of(model.model)
-        if uneven := sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP}):
-            raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
         self.names, self.weights = list(weights), sum(weight.numel() for weight in weights.values())
         digest = hashlib.sha256(METHOD)
         for name, weight in weights.items():
@@ -165,17 +164,21 @@ class States(Cache):
 class Texts:
     """Rows of the calibration text between two layers, and how a layer is called with them.
 
+    kind: of the layer, in layers of several kinds, which are called with other masks and rotary embeddings.
     exact, near: the model's hidden states and the copy's, `[rows, n, hidden]`: at first those before the layer `first`.
     """
 
-    def __init__(self, model: PreTrainedModel, first: nn.Module, tokens: Tensor) -> None:
-        states = self.states = States()
-        args, self.kwargs = arguments_of(first, lambda: model(input_ids=tokens, past_key_values=states, use_cache=True))
-        self.exact = self.near = args[0] if args else self.kwargs.pop("hidden_states")
-        self.args = args[1:]  # of a layer's call, after the hidden states
+    def __init__(self, model: PreTrainedModel, layers: nn.ModuleList, kinds: Sequence[str], tokens: Tensor) -> None:
+        self.states = States()
+        call = partial(model, input_ids=tokens, past_key_values=self.states, use_cache=True)
+        self.calls = {kind: arguments_of(layers[kinds.index(kind)], call) for kind in set(kinds)}
+        args, kwargs = self.calls[kinds[0]]
+        self.exact = self.near = args[0] if args else kwargs["hidden_states"]
+        self.kind = kinds[0]
 
     def through(self, layer: nn.Module, states: Tensor) -> Tensor:
-        out = layer(states, *self.args, **self.kwargs)
+        args, kwargs = self.calls[self.kind]
+        out = layer(*args, **kwargs | {"hidden_states": states}) if not args else layer(states, *args[1:], **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
 
@@ -196,24 +199,28 @@ def calibrated(
     """
     names = names_of(model)
     layers: Any = model.get_submodule(where := f"{names.base}.{names.layers}")
-    batches = [Texts(model, layers[0], rows) for rows in tokens.split(ROWS)]
+    kinds = getattr(model.config, "layer_types", None) or ["all"] * len(layers)
+    batches = [Texts(model, layers, kinds, rows) for rows in tokens.split(ROWS)]
+    # What the last linear layer computes is added to the hidden states times this; 0: after a norm.
+    share = 0.0 if names.after_mlp else getattr(model.config, "residual_multiplier", 1.0)
     for i, layer in enumerate(layers):
         copy = deepcopy(layer)
         for texts in batches:
-            texts.states.written = None
+            texts.states.written, texts.kind = None, kinds[i]
             texts.exact = texts.through(layer, texts.exact)
         for stage in names.qkv, [names.out], names.up, [names.down]:
             linears = {f"{where}.{i}.{name}": copy.get_submodule(name) for name in stage}
             codes = {name: done[name] for name in linears if name in done}
             if len(codes) < len(linears):
-                of_all = calibrated_stage(copy, list(linears.values()), batches, stage == [names.down], bits, passes)
+                fits = share if stage == [names.down] else 0.0
+                of_all = calibrated_stage(copy, list(linears.values()), batches, fits, bits, passes)
                 sizes = [len(weight_of(linear)) for linear in linears.values()]
                 parts = zip(of_all.codes.split(sizes), of_all.scales.split(sizes))
                 computed = {name: Codes(*part, bits) for name, part in zip(linears, parts) if name not in codes}
                 yield from computed.items()
                 codes |= computed
             for name, linear in linears.items():
-                weight_of(linear).copy_(codes[name].weight())
+                weight_of(linear).copy_(codes[name].weight()[:, : weight_of(linear).shape[1]])
         for texts in batches:
             texts.near = texts.through(copy, texts.near)
     head, last = model.get_output_embeddings(), model.get_submodule(f"{names.base}.{names.last}")
@@ -224,12 +231,13 @@ def calibrated(
 
 
 def calibrated_stage(
-    layer: nn.Module, linears: Sequence[nn.Module], batches: Sequence[Texts], is_last: bool, bits: int, passes: int
+    layer: nn.Module, linears: Sequence[nn.Module], batches: Sequence[Texts], share: float, bits: int, passes: int
 ) -> Codes:
     """The weights of linear layers with the same inputs, one below the other.
 
     The last linear layer of a decoder layer first moves to where the copy's states are nearest to the model's (ridge
-    regression): it makes up for what was rounded before it, in this decoder layer and in earlier ones.
+    regression): it makes up for what was rounded before it, in this decoder layer and in earlier ones. share: what its
+    outputs are multiplied by when they are added to the hidden states; 0: it does not move.
     """
     weight = torch.cat([weight_of(linear).float() for linear in linears])
     hessian, lacking = weight.new_zeros(weight.shape[1], weight.shape[1]), torch.zeros_like(weight)
@@ -237,8 +245,8 @@ def calibrated_stage(
         args, _ = arguments_of(linears[0], lambda: texts.through(layer, texts.near))
         inputs = flat(args[0].view(*texts.near.shape[:2], -1))
         hessian.addmm_(inputs.t(), inputs)
-        if is_last:
-            lacking.addmm_(flat(texts.exact - texts.through(layer, texts.near)).t(), inputs)
-    if is_last:
+        if share:
+            lacking.addmm_(flat(texts.exact - texts.through(layer, texts.near)).t(), inputs, alpha=1 / share)
+    if share:
         weight += torch.linalg.solve(damped(hessian, RIDGE), lacking.t()).t()
     return compensated(weight, hessian, bits, passes)

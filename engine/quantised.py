@@ -1,7 +1,7 @@
 """Weights of a few bits: how they are rounded, and `QuantisedLinear`, a layer that multiplies by one.
 
 The kernels fix the format (kernels/linear.h): a weight [out, in] is split along `in` into groups of GROUP numbers, and
-weight = (code - 2^(bits-1)) * scale, with one scale for each group of each output.
+weight = (code - 2^(bits-1)) * scale, with one scale for each group of each output. The last group is filled with zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from engine.sharedWeights import sharing_copy
@@ -26,7 +26,7 @@ OUTPUTS = 1024  # whose scales are fitted together: it bounds memory
 
 
 class Codes(NamedTuple):
-    """A weight of few bits. codes: uint8 `[out, in]`. scales: bfloat16 `[out, in / GROUP]`."""
+    """A weight of few bits. codes: uint8 `[out, in]`. scales: bfloat16 `[out, in / GROUP]`. in: of whole groups."""
 
     codes: Tensor
     scales: Tensor
@@ -40,7 +40,7 @@ class Codes(NamedTuple):
 
 def rounded(weight: Tensor, bits: int) -> Codes:
     """The codes and scales of least squared error, by search."""
-    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    groups = in_groups(weight.detach().float(), GROUP).unflatten(1, (-1, GROUP))
     scales = best_scales(groups, bits)
     return unsigned(nearest(groups, scales[..., None], bits).flatten(1), scales, bits)
 
@@ -51,7 +51,8 @@ def compensated(weight: Tensor, hessian: Tensor, bits: int, passes: int = PASSES
     hessian: sum of x x^T over the inputs x, float32 [in, in]. GPTQ (arXiv 2210.17323, algorithm 1), then in each pass
     the best scales for these codes, and for each column the best codes while the others stay.
     """
-    columns, hessian = weight.detach().float().t().contiguous(), damped(hessian, DAMPING)  # [in, out], [in, in]
+    columns = in_groups(weight.detach().float(), GROUP).t().contiguous()  # [in, out]
+    hessian = damped(in_groups(in_groups(hessian, GROUP).t(), GROUP), DAMPING)
     root = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
     scales, diagonal = columns.new_empty(len(columns) // GROUP, len(weight)), hessian.diagonal()
     ideal = columns.clone()
@@ -63,6 +64,11 @@ def compensated(weight: Tensor, hessian: Tensor, bits: int, passes: int = PASSES
         ideal = before + (wanted - hessian @ before) / diagonal[:, None]
         codes = codes_by_column(ideal, before, hessian / diagonal, scales, bits)
     return unsigned(codes.t(), scales.t(), bits)
+
+
+def in_groups(x: Tensor, size: int) -> Tensor:
+    """x with its last group of `size` numbers filled with zeros."""
+    return pad(x, (0, -x.shape[-1] % size))
 
 
 def codes_by_column(
@@ -147,7 +153,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each group of inputs is rounded to int8: to multiples of its largest number over 127."""
-        groups = x.float().unflatten(-1, (self.scales.shape[1], -1))
+        groups = in_groups(x.float(), self.codes.shape[1]).unflatten(-1, (self.scales.shape[1], -1))
         largest = groups.abs().amax(-1, keepdim=True)
         inputs = (groups * (127 / largest.clamp(min=1e-30))).round() * (largest / 127)
         y = linear(inputs.flatten(-2), Codes(self.codes, self.scales, self.bits).weight())
@@ -163,7 +169,7 @@ class Int4Linear(nn.Module):
     def __init__(self, layer: QuantisedLinear) -> None:
         super().__init__()
         codes, scales = layer.codes, layer.scales.t().contiguous()
-        self.bits, self.group = layer.bits, codes.shape[1] // len(scales)
+        self.bits, self.inputs, self.group = layer.bits, codes.shape[1], codes.shape[1] // len(scales)
         # The operator adds a zero point to (code - 8) * scale.
         self.register_buffer("scales", torch.stack([scales, torch.zeros_like(scales)], -1), persistent=False)
         in_pairs = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
@@ -174,6 +180,7 @@ class Int4Linear(nn.Module):
             raise RuntimeError("torch's operator for 4 bits does not compute this product on this device")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = in_groups(x, self.inputs)
         y = torch._weight_int4pack_mm(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales)
         y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias

@@ -76,7 +76,7 @@ def model_and_tokens(family, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2", "opt", "gemma3_text", "phi3", "granite", "olmo2"])
 def test_every_linear_layer_is_rounded_once_and_the_model_stays(family, dtype):
     model, tokens = model_and_tokens(family, dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
