@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import mmap
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import torch

@@ -243,7 +243,8 @@ def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
 # What is refused.
 
 
-GEMMA_27B = {"llama.attention.sliding_window": 9, "llama.attention.key_length": 128}
+SIZES_27B = "attention.sliding_window", "attention.key_length", "rope.dimension_count"
+GEMMA_27B = {f"llama.{key}": 128 for key in SIZES_27B}
 REFUSED = {
     "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
     "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
