@@ -74,7 +74,7 @@ KINDS = {
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 3, "mlp_bias": True}),
     "smollm3, a window": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 9}),
     "granite": ("granite", GRANITE),
-    "olmo2": ("olmo2", {"hidden_size": 36, "num_attention_heads": 6, "attention_bias": True}),
+    "olmo2": ("olmo2", {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True}),
     "phi": ("phi", {"qk_layernorm": True, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
     "stablelm": ("stablelm", {"use_qkv_bias": True, "rope_parameters": PARTIAL}),
     "stablelm, in parallel": ("stablelm", {"use_parallel_residual": True, "rope_parameters": PARTIAL}),

@@ -354,7 +354,8 @@ struct Decoder::Pass {
     // Queries and keys are normalised and rotated; keys and values are written to their slots.
     void place(const Layer& layer) {
         const long heads = model.heads, groups = model.groups, width = model.width, all = heads + 2 * groups;
-        if (layer.query.size() > width) {  // One norm of all heads
+        const bool whole = layer.query.size() > width;  // one norm of all heads
+        if (whole) {
             auto [first, last] = member.part(tokens);
             for (long m = first; m < last; m++) {
                 float *queries = room.qkv.data() + m * all * width, *keys = queries + heads * width;
@@ -369,7 +370,7 @@ struct Decoder::Pass {
             float* x = room.qkv.data() + task * width;
             const bool is_query = h < heads, is_value = h >= heads + groups;
             const Norm& norm = is_query ? layer.query : layer.key;
-            if (!is_value && norm.size() == width) normalised<T>(norm, x, x, width);
+            if (!is_value && !norm.absent && !whole) normalised<T>(norm, x, x, width);
             if (!is_value && layer.table >= 0) rotate(x, layer.table * model.cos.size(1) + block.positions[start + m]);
             T* kept = (is_value ? attention.values : attention.keys);
             T* to = is_query ? room.queries.data() + attention.place(m, h)
