@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import names_of, weight_of
 from engine.kernels.loader import cache_folder
-from engine.quantised import GROUP, Codes, quantised_copy, rounded
+from engine.quantised import Codes, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
 
@@ -39,8 +39,6 @@ class Copies:
         if model.is_spread:
             raise RuntimeError("it is spread over several devices")
         weights = weights_of(model.model)
-        if uneven := sorted({weight.shape[1] for weight in weights.values() if weight.shape[1] % GROUP}):
-            raise RuntimeError(f"it has layers of {uneven[0]} inputs, which is no multiple of {GROUP}")
         self.names, self.weights = list(weights), sum(weight.numel() for weight in weights.values())
         digest = hashlib.sha256(METHOD)
         for name, weight in weights.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from decoding.tree import Places, Tree
 from decoding.treeRules import top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Store, Tap
-from engine.decoderLayers import Description, window_of
+from engine.decoderLayers import Description
 from engine.kernels import loader
 from utils import Sampling, penalised
 
@@ -31,13 +30,6 @@ class CpuModel(CachedModel):
         self.description = Description(self.model, self.vocabulary, self.tap)
         self.decoder = self.description.pack()
         self.bound: tuple[object, ...] = (None, None)  # the memory that the decoder reads and writes
-        if (window := window_of(self.model.config)) and window < self.context:
-            print(
-                f"{self.name}, when compiled, reads texts of up to {window} tokens, the window of its attention; "
-                f"eager, up to {self.context}",
-                file=sys.stderr,
-            )
-            self.context = window
         # 16-bit layers give 16-bit keys. A 16-bit cache holds the same numbers in half the bytes.
         self.cache_dtype = self.dtype
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import Tap, context_of
@@ -37,24 +37,45 @@ class Names:
     embedding: str = "embed_tokens"
     positions: str | None = None
     last: str = "norm"
-    before_attention: str = "input_layernorm"
-    before_mlp: str = "post_attention_layernorm"
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None  # of what attention adds, as `after_mlp` of what the MLP adds
+    before_mlp: str = "post_attention_layernorm"  # If a layer has none, its MLP reads what attention reads.
+    after_mlp: str | None = None
     qkv: Sequence[str] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
-    up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")  # With a gate, two.
+    up: Sequence[str] = ("mlp.gate_proj", "mlp.up_proj")  # With a gate, it comes first, or in the same matrix.
     down: str = "mlp.down_proj"
-    query: str | None = None  # a norm of each head's queries
-    key: str | None = None
+    query: str = "self_attn.q_norm"  # of each head's queries, or of all together; many layers have none
+    key: str = "self_attn.k_norm"
     offset: int = 0  # of the first position's embedding
     by_head: bool = False  # Whether the rows of `qkv` are sorted by head first.
+    parallel: bool = False  # Whether attention and the MLP are added together, if the configuration does not say so.
+    gain: int = 0  # What norms add to their weights.
 
 
 LLAMA = Names("model")
+GEMMA3 = Names(
+    "model", after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm",
+    after_mlp="post_feedforward_layernorm", gain=1,
+)  # fmt: skip
 NAMES = {  # by the name of the class in transformers: models of other types may be Llamas too
-    "LlamaForCausalLM": LLAMA,
-    "MistralForCausalLM": LLAMA,
-    "Qwen2ForCausalLM": LLAMA,
-    "Qwen3ForCausalLM": Names("model", query="self_attn.q_norm", key="self_attn.k_norm"),
+    **dict.fromkeys(
+        ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "SmolLM3ForCausalLM",
+         "GraniteForCausalLM", "StableLmForCausalLM"), LLAMA,
+    ),
+    "GemmaForCausalLM": Names("model", gain=1),
+    "Gemma2ForCausalLM": GEMMA3,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Olmo2ForCausalLM": Names(
+        "model", before_attention=None, after_attention="post_attention_layernorm", before_mlp="",
+        after_mlp="post_feedforward_layernorm",
+    ),
+    "Phi3ForCausalLM": Names("model", qkv=("self_attn.qkv_proj",), up=("mlp.gate_up_proj",)),
+    "PhiForCausalLM": Names(
+        "model", last="final_layernorm", out="self_attn.dense", up=("mlp.fc1",), down="mlp.fc2",
+        query="self_attn.q_layernorm", key="self_attn.k_layernorm", parallel=True,
+    ),
+    "Starcoder2ForCausalLM": Names("model", up=("mlp.c_fc",), down="mlp.c_proj"),
     "GPTNeoXForCausalLM": Names(
         "gpt_neox", embedding="embed_in", last="final_layer_norm", qkv=("attention.query_key_value",),
         out="attention.dense", up=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h", by_head=True,
@@ -100,12 +121,6 @@ def names_of(model: PreTrainedModel) -> Names:
     return names
 
 
-def window_of(config: PretrainedConfig) -> int | None:
-    """The shortest window of a model's layers, in tokens; None if all attend to the whole text."""
-    windowed = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
-    return getattr(config, "sliding_window", None) if windowed else None
-
-
 class Description:
     """The parts of a model, and its sizes. `pack` builds the `Decoder` and replaces the layers by packed ones.
 
@@ -121,8 +136,14 @@ class Description:
         self.heads: int = config.num_attention_heads
         self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
         self.width = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        activations = ("hidden_act", "activation_function")
-        self.activation: str = next(getattr(config, name) for name in activations if hasattr(config, name))
+        activations = ("hidden_activation", "hidden_act", "activation_function")
+        self.activation: str = next(filter(None, (getattr(config, name, None) for name in activations)))
+        self.gated = "gate" in self.names.up[0]
+        # Of each layer, where classes know kinds of them; where they do not, all layers have the window.
+        self.kinds: list[str] | None = config.layer_types if hasattr(type(config), "layer_types") else None
+        self.window: int = (hasattr(type(config), "sliding_window") and config.sliding_window) or 0
+        # Kinds that have rotary embeddings of their own:
+        self.tables: list[str] = getattr(getattr(self.base, "rotary_emb", None), "layer_types", [])
         for what, has_kernels in {
             f"{model.dtype}": model.dtype in TOLERANCE,
             f"the activation {self.activation}": self.activation in ACTIVATIONS,
@@ -132,21 +153,22 @@ class Description:
                 raise RuntimeError(f"there are no kernels for {what}")
 
     def angles(self, capacity: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary embeddings, float32 `[capacity, r]`; r is 0 if there are none. Slots beyond
-        the context are those of a tree's nodes, whose positions are smaller."""
+        """Cosines and sines of the rotary embeddings, float32 `[tables, capacity, r]`; r is 0 if there are none. Slots
+        beyond the context are those of a tree's nodes, whose positions are smaller."""
         if not hasattr(self.base, "rotary_emb"):
-            return torch.zeros(capacity, 0), torch.zeros(capacity, 0)
+            return torch.zeros(1, capacity, 0), torch.zeros(1, capacity, 0)
         positions = torch.arange(capacity).clamp_(max=context_of(self.config) - 1)
-        both = self.base.rotary_emb(torch.zeros(0), positions[None])
-        cos, sin = (x[0, :, : x.shape[-1] // 2].contiguous() for x in both)
+        kinds: list[tuple[str, ...]] = [(kind,) for kind in self.tables] or [()]
+        both = zip(*(self.base.rotary_emb(torch.zeros(0), positions[None], *kind) for kind in kinds))
+        cos, sin = (torch.cat(x)[..., : x[0].shape[-1] // 2].contiguous() for x in both)
         return cos, sin
 
     def parts(self, layer: nn.Module) -> dict[str, Tensor]:
         """The packed weights of a layer."""
         weights: dict[str, Tensor] = {}
-        for name in "before_attention", "before_mlp", "query", "key":
-            if where := getattr(self.names, name):
-                weights |= norm(name, layer.get_submodule(where))
+        for name in "before_attention", "after_attention", "before_mlp", "after_mlp", "query", "key":
+            if module := self.norm_of(layer, name):
+                weights |= norm(name, module, self.names.gain)
         for name in "qkv", "out", "up", "down":
             where = getattr(self.names, name)
             linears = [layer.get_submodule(each) for each in ([where] if isinstance(where, str) else where)]
@@ -155,21 +177,36 @@ class Description:
                 weights[f"{name}.bias"] = self.arranged(name, [linear.bias.detach() for linear in linears])
         return weights
 
+    def norm_of(self, layer: nn.Module, name: str) -> nn.Module | None:
+        """A norm of a layer, which may have none there."""
+        module: nn.Module | None = layer if (where := getattr(self.names, name)) else None
+        for part in (where or "").split("."):
+            module = getattr(module, part, None)
+        return self.norm_of(layer, "before_attention") if module is None and name == "before_mlp" else module
+
     def arranged(self, name: str, rows: Sequence[Tensor]) -> Tensor:
         """Rows `[out, ...]` of the linear layers that make one matrix, in the order that the kernels want."""
         if name == "qkv" and self.names.by_head:  # [heads * (q, k, v) * d, ...]: all queries, all keys, all values
             return rows[0].unflatten(0, (self.heads, 3, self.width)).transpose(0, 1).flatten(0, 2)
-        if name == "up" and len(rows) == 2:  # Blocks of SIDE rows alternate; the last ones are filled with zeros.
+        if name == "up" and self.gated:  # Blocks of SIDE rows alternate; the last ones are filled with zeros.
+            rows = rows[0].chunk(2) if len(rows) == 1 else rows
             missing = -len(rows[0]) % SIDE
             blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
             return torch.stack(blocks, 1).flatten(0, 2)
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
 
-    def decoder(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None) -> Any:
-        """The `Decoder` of these layers, with a tap."""
+    def decoder(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None, places: Sequence[int] = ()) -> Any:
+        """The `Decoder` of these layers, with a tap. places: the numbers of the layers in the model, if not all."""
         config, names, head = self.config, self.names, self.model.get_output_embeddings()
-        ends = {"embedding": self.base.get_submodule(names.embedding).weight.detach()}
-        ends |= norm("last", last := self.base.get_submodule(names.last))
+        embedding = self.base.get_submodule(names.embedding)
+        ends = {"embedding": embedding.weight.detach()}
+        ends |= norm("last", last := self.base.get_submodule(names.last), names.gain)
+        places = places or range(len(layers))
+        kinds = [self.kinds[i] if self.kinds else "sliding_attention" for i in places]
+        rotated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+        tables = [self.tables.index(kind) if self.tables else 0 for kind in kinds]
+        ends["tables"] = torch.tensor([table if rotated[i] else -1 for i, table in zip(places, tables)])
+        ends["windowed"] = torch.tensor([int(self.window > 0 and kind == "sliding_attention") for kind in kinds])
         if names.positions:
             ends["positions"] = self.base.get_submodule(names.positions).weight.detach()
         if hasattr(head, "tokens"):  # engine/sharedWeights.py:RestrictedHead
@@ -188,16 +225,28 @@ class Description:
         up, down = layers[0]["up"], layers[0]["down"]
         # In few bits, the inputs are a multiple of SIDE, and no row of `up` is padding.
         quantised = down.dtype == torch.uint8
-        inner = up.shape[0] * SIDE // len(names.up) if quantised else down.shape[1] * down.shape[3]
+        inner = up.shape[0] * SIDE // (1 + self.gated) if quantised else down.shape[1] * down.shape[3]
         sizes = {
             "hidden": config.hidden_size, "heads": self.heads, "groups": self.groups, "width": self.width,
-            "rotary": 2 * self.angles(1)[0].shape[1], "inner": inner, "vocabulary": self.vocabulary,
-            "offset": names.offset, "activation": ACTIVATIONS[self.activation], "gated": int(len(names.up) == 2),
-            "parallel": int(getattr(config, "use_parallel_residual", False)),
+            "rotary": 2 * self.angles(1)[0].shape[-1], "inner": inner, "vocabulary": self.vocabulary,
+            "offset": names.offset, "activation": ACTIVATIONS[self.activation], "gated": int(self.gated),
+            "parallel": int(getattr(config, "use_parallel_residual", names.parallel)), "window": self.window,
             "rms": int(not isinstance(last, nn.LayerNorm)),
         }  # fmt: skip
-        eps = getattr(last, "eps", None) or last.variance_epsilon
-        return torch.classes.native.Decoder(list(layers), ends, sizes, {"eps": eps, "scale": self.width**-0.5})
+        set_to = partial(getattr, config)
+        numbers = {
+            "eps": getattr(last, "eps", None) or last.variance_epsilon,
+            "scale": set_to("attention_multiplier", set_to("query_pre_attn_scalar", self.width) ** -0.5),
+            "cap": set_to("attn_logit_softcapping", None) or 0,
+            "embedding_scale": set_to("embedding_multiplier", 1),
+            "residual_scale": set_to("residual_multiplier", 1),
+            "logit_scale": 1 / set_to("logits_scaling", 1),
+            "logit_cap": set_to("final_logit_softcapping", None) or 0,
+        }
+        if hasattr(embedding, "embed_scale"):  # It is rounded as the embeddings are.
+            numbers["embedding_scale"] = embedding.embed_scale.to(embedding.weight.dtype)
+        decoder = torch.classes.native.Decoder
+        return decoder(list(layers), ends, sizes, {name: float(number) for name, number in numbers.items()})
 
     def check(self, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes: first a small twin in float32, from
@@ -206,22 +255,22 @@ class Description:
         key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
         if key not in _AGREE and not isinstance(self.model, HeadNetwork):
             twin = Description(small_twin(self.config, type(self.model)), 96)
-            twin.check_layers(list(getattr(twin.base, self.names.layers)), CONTEXT)
+            twin.check_layers(range(twin.config.num_hidden_layers), CONTEXT)
             _AGREE.add(key)
-        self.check_layers(list(dict.fromkeys([layers[0], layers[len(layers) // 2], layers[-1]])), 64)
+        self.check_layers(sorted({0, len(layers) // 2, len(layers) - 1}), 64)
 
     @torch.inference_mode()
-    def check_layers(self, chosen: list[nn.Module], count: int) -> None:
-        """Raise RuntimeError if the kernels do not compute what the model computes with some of its layers alone, when
-        it reads `count` tokens: logits and features."""
+    def check_layers(self, places: Sequence[int], count: int) -> None:
+        """Raise RuntimeError if the kernels do not compute what the model computes with the layers of these numbers
+        alone, when it reads `count` tokens: logits and features."""
         layers = getattr(self.base, self.names.layers)
-        count = min(count, context_of(self.config), window_of(self.config) or count)
+        chosen, kinds, count = [layers[i] for i in places], self.kinds, min(count, context_of(self.config))
         tokens, positions = torch.arange(count)[None] % self.vocabulary, torch.arange(count)[None]
         tap = None
         if self.tap is not None:
-            places = (min(layer, 1) if layer < len(layers) else len(chosen) for layer in self.tap.layers)
-            tap = Tap(tuple(places), self.tap.fuse)
-        decoder = self.decoder([self.parts(layer) for layer in chosen], tap)
+            tapped = (min(layer, 1) if layer < len(layers) else len(chosen) for layer in self.tap.layers)
+            tap = Tap(tuple(tapped), self.tap.fuse)
+        decoder = self.decoder([self.parts(layer) for layer in chosen], tap, places)
         shape, dtype = (1, self.groups, count, self.width), self.model.dtype
         states = [[torch.zeros(shape, dtype=dtype) for _ in chosen] for _ in range(2)]
         features = torch.rand(1, count + 1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -230,9 +279,13 @@ class Description:
         logits = decoder.forward(tokens, positions, *[None] * 5, 0)
         setattr(self.base, self.names.layers, nn.ModuleList(chosen))
         try:
+            if kinds:
+                self.config.layer_types = [kinds[i] for i in places]
             outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
         finally:
             setattr(self.base, self.names.layers, layers)
+            if kinds:
+                self.config.layer_types = kinds
         wanted = outputs.logits[..., : self.vocabulary]
         results = [(logits.nan_to_num(neginf=0), wanted.nan_to_num(neginf=0))]  # A restricted head gives -inf.
         if tap is not None:
@@ -259,10 +312,12 @@ class Description:
         return decoder
 
 
-def norm(name: str, module: nn.Module) -> dict[str, Tensor]:
-    """The weights of a norm."""
-    weights = {name: module.weight, f"{name}.bias": getattr(module, "bias", None)}
-    return {key: weight.detach() for key, weight in weights.items() if weight is not None}
+def norm(name: str, module: nn.Module, gain: int = 0) -> dict[str, Tensor]:
+    """The weights of a norm. gain: what it adds to them, in float32."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    weight = torch.ones(module.normalized_shape) if weight is None else weight.detach()
+    weights = {name: weight.float() + gain if gain else weight}
+    return weights if bias is None else weights | {f"{name}.bias": bias.detach()}
 
 
 def in_blocks(

@@ -1,7 +1,7 @@
 """Weights of a few bits: how they are rounded, and `QuantisedLinear`, a layer that multiplies by one.
 
 The kernels fix the format (kernels/linear.h): a weight [out, in] is split along `in` into groups of GROUP numbers, and
-weight = (code - 2^(bits-1)) * scale, with one scale for each group of each output.
+weight = (code - 2^(bits-1)) * scale, with one scale for each group of each output. The last group is filled with zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
 from engine.sharedWeights import sharing_copy
@@ -23,7 +23,7 @@ AT_ONCE = 1 << 17  # weights that are rounded together: they stay in a processor
 
 
 class Codes(NamedTuple):
-    """A weight of few bits. codes: uint8 `[out, in]`. scales: bfloat16 `[out, in / GROUP]`."""
+    """A weight of few bits. codes: uint8 `[out, in]`. scales: bfloat16 `[out, in / GROUP]`. in: of whole groups."""
 
     codes: Tensor
     scales: Tensor
@@ -43,11 +43,12 @@ def rounded(weight: Tensor, bits: int) -> Codes:
     scale's.
     """
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(len(weight), weight.shape[1] // GROUP, dtype=torch.bfloat16, device=weight.device)
+    groups_of_row = -(-weight.shape[1] // GROUP)
+    codes = torch.empty(len(weight), groups_of_row * GROUP, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(len(weight), groups_of_row, dtype=torch.bfloat16, device=weight.device)
     for rows in torch.arange(len(weight)).split(max(1, AT_ONCE // weight.shape[1])):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        groups = weight[part].float().unflatten(1, (-1, GROUP))
+        groups = in_groups(weight[part].float(), GROUP).unflatten(1, (-1, GROUP))
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         best, least = torch.zeros_like(furthest), torch.full_like(furthest, torch.inf)
         for share in SHARES:
@@ -58,6 +59,11 @@ def rounded(weight: Tensor, bits: int) -> Codes:
         signed = (groups * inverse(best)).round_().clamp_(low, high)
         codes[part], scales[part] = (signed - low).flatten(1), best[..., 0]
     return Codes(codes, scales, bits)
+
+
+def in_groups(x: Tensor, size: int) -> Tensor:
+    """x with its last group of `size` numbers filled with zeros."""
+    return pad(x, (0, -x.shape[-1] % size))
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -77,7 +83,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Each group of inputs is rounded to int8: to multiples of its largest number over 127."""
-        groups = x.float().unflatten(-1, (self.scales.shape[1], -1))
+        groups = in_groups(x.float(), self.codes.shape[1]).unflatten(-1, (self.scales.shape[1], -1))
         largest = groups.abs().amax(-1, keepdim=True)
         inputs = (groups * (127 / largest.clamp(min=1e-30))).round() * (largest / 127)
         y = linear(inputs.flatten(-2), Codes(self.codes, self.scales, self.bits).weight())
@@ -93,7 +99,7 @@ class Int4Linear(nn.Module):
     def __init__(self, layer: QuantisedLinear) -> None:
         super().__init__()
         codes, scales = layer.codes, layer.scales.t().contiguous()
-        self.bits, self.group = layer.bits, codes.shape[1] // len(scales)
+        self.bits, self.inputs, self.group = layer.bits, codes.shape[1], codes.shape[1] // len(scales)
         # The operator adds a zero point to (code - 8) * scale.
         self.register_buffer("scales", torch.stack([scales, torch.zeros_like(scales)], -1), persistent=False)
         in_pairs = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
@@ -104,6 +110,7 @@ class Int4Linear(nn.Module):
             raise RuntimeError("torch's operator for 4 bits does not compute this product on this device")
 
     def forward(self, x: Tensor) -> Tensor:
+        x = in_groups(x, self.inputs)
         y = torch._weight_int4pack_mm(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales)
         y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias

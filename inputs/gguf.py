@@ -36,14 +36,17 @@ try:
 except ImportError:
     GGUFReader = None
 
-ARCHITECTURES = {"llama": "Llama, Mistral, SmolLM", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3"}
+ARCHITECTURES = {
+    "llama": "Llama, Mistral, SmolLM", "qwen2": "Qwen2, Qwen2.5", "qwen3": "Qwen3", "gemma3": "Gemma 3",
+    "phi3": "Phi-3, Phi-4",
+}  # fmt: skip
 # transformers has defaults for these, which would be wrong.
 REQUIRED = (
     "context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
 GPT2_SPLITS = {"gpt-2", "mpt", "olmo", "jais", "trillion"}  # Tokenizers that cut a text into words as GPT-2's does.
-END_OF_TURN, END_OF_TEXT = ("<|im_end|>", "<|eot_id|>"), "<|endoftext|>"
+END_OF_TURN, END_OF_TEXT = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"), "<|endoftext|>"
 PACKAGE = r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?"
 NAME = "model.gguf"
 READ = {"gguf_file": NAME, "local_files_only": True}  # options of transformers
@@ -153,7 +156,9 @@ def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> 
     about: the file's metadata. tensors: the names. Raises UserError for metadata that it would ignore or replace."""
     architecture = about["general.architecture"]
     fields = {key.removeprefix(f"{architecture}."): value for key, value in about.items()}
-    if absent := [key for key in REQUIRED if key not in fields]:
+    is_gemma = architecture == "gemma3"
+    needed = (*REQUIRED, "attention.key_length", "attention.sliding_window") if is_gemma else REQUIRED
+    if absent := [key for key in needed if key not in fields]:
         raise UserError(f"the GGUF file has no metadata field {architecture}.{absent[0]}; name another file")
     size = int(fields.get("attention.key_length", fields["embedding_length"] // fields["attention.head_count"]))
     harmless: dict[str, tuple[Any, ...]] = {  # {field that these architectures do not compute: values without effect}
@@ -164,15 +169,23 @@ def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> 
         "rope.scale_linear": (),
         "rope.scaling.type": ("none",),
     }
+    if is_gemma:  # What its files leave out is the same in all sizes but 27b, whose heads have 128 numbers.
+        harmless |= {"attention.key_length": (256,), "attention.sliding_window_pattern": (6,)}
+        harmless["rope.freq_base_swa"] = (10_000,)
+    if is_gemma or architecture == "phi3":
+        del harmless["attention.sliding_window"]
     if fields.get("rope.scaling.type") != "none":  # A factor without a type is a linear one.
         harmless["rope.scaling.factor"] = (1,)
     for key, values in harmless.items():
         if (value := fields.get(key)) is not None and value not in values:
             raise UserError(f"the GGUF file has {architecture}.{key} ({value}), which is not supported; name another")
-    if "rope_freqs.weight" in tensors:  # Llama 3.1 and its successors
+    if any(name.startswith("rope_f") for name in tensors):  # Llama 3.1 and its successors, and longrope
         raise UserError("the GGUF file scales its rotary embeddings, which is not supported; name another file")
     config = AutoConfig.from_pretrained(folder, **READ)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": float(fields.get("rope.freq_base", 10_000))}
+    if not is_gemma:
+        config.rope_parameters |= {"rope_type": "default", "rope_theta": float(fields.get("rope.freq_base", 10_000))}
+    if architecture == "phi3":
+        config.sliding_window = int(fields.get("attention.sliding_window", 0)) or None
     config.head_dim, config.dtype = size, torch.bfloat16
     return config
 

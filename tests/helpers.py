@@ -32,17 +32,18 @@ FAMILIES = {  # {model type: sizes that only its config has}
     "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32},
     "qwen2": GROUPED,
 }
-RELATED = dict.fromkeys(("mistral", "qwen3", "gemma"), GROUPED)  # no families of their own in tests
 
 
 def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128, **sizes):
     """A random model of 2 layers x 32. `sharpness` scales the output layer, so that its distributions are far from
-    uniform and from another seed's. sizes: of its config."""
+    uniform and from another seed's. family: one of FAMILIES, or a type of model in transformers. sizes: of its
+    config."""
     torch.manual_seed(seed)
     shape = {"hidden_size": 32, "num_hidden_layers": layers, "num_attention_heads": 4, "initializer_range": 0.3}
     tokens = {"vocab_size": vocabulary, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
-    options = {"max_position_embeddings": context, **shape, **tokens, **(FAMILIES | RELATED)[family], **sizes}
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**options), attn_implementation="sdpa").eval()
+    options = {"max_position_embeddings": context, **shape, **tokens, **FAMILIES.get(family, GROUPED), **sizes}
+    attention = {"attn_implementation": options.pop("attn_implementation", "sdpa")}
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**options), **attention).eval()
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")

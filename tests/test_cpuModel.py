@@ -12,8 +12,7 @@ import helpers
 import pytest
 import torch
 from conftest import refused
-from test_otherTokenizer import TEXTS
-from test_otherTokenizer import pair as other_pair
+from test_otherTokenizer import TEXTS, models_of
 from test_specSampling import PROMPTS, near
 from torch import nn
 
@@ -47,6 +46,12 @@ pytestmark = pytest.mark.usefixtures("kernels")
 FREE = Sampling(1.0, 0, 1.0)
 ROPE = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 ROPE |= {"low_freq_factor": 1, "high_freq_factor": 4}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+GEMMA = {"head_dim": 12, "sliding_window": 20, "num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "final_logit_softcapping": 9.0}
+GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.2, "attention_multiplier": 0.1}
 # Kinds of models that the kernels know: {name: (family, sizes of its config)}.
 KINDS = {
     **{family: (family, {}) for family in helpers.FAMILIES},
@@ -59,6 +64,21 @@ KINDS = {
     "yarn": ("llama", {"rope_parameters": ROPE | {"rope_type": "yarn"}}),
     "norms of heads": ("qwen3", {"head_dim": 16}),
     "mistral": ("mistral", {"sliding_window": None}),
+    "mistral, a window": ("mistral", {"sliding_window": 20}),
+    "qwen2, a window": ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "gemma": ("gemma", {"head_dim": 10, "attention_bias": True}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 4.0, "attn_implementation": "eager"}),
+    "gemma3_text": ("gemma3_text", GEMMA | {"attention_bias": True, "tie_word_embeddings": False}),
+    "phi3": ("phi3", {"sliding_window": None, "intermediate_size": 50, "rope_parameters": LONG}),
+    "phi3, a window": ("phi3", {"sliding_window": 37, "hidden_size": 36, "num_attention_heads": 6}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 3, "mlp_bias": True}),
+    "smollm3, a window": ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 9}),
+    "granite": ("granite", GRANITE),
+    "olmo2": ("olmo2", {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 1, "attention_bias": True}),
+    "phi": ("phi", {"qk_layernorm": True, "rope_parameters": PARTIAL, "tie_word_embeddings": True}),
+    "stablelm": ("stablelm", {"use_qkv_bias": True, "rope_parameters": PARTIAL}),
+    "stablelm, in parallel": ("stablelm", {"use_parallel_residual": True, "rope_parameters": PARTIAL}),
+    "starcoder2": ("starcoder2", {"sliding_window": 50, "intermediate_size": 70}),
     "plain norms": ("opt", {"layer_norm_elementwise_affine": False, "enable_bias": False}),
     # Wide enough for several threads, and for several parts of a block (`FAR` of multiply.cpp):
     "wide": ("llama", {"hidden_size": 128, "intermediate_size": 400}),
@@ -222,8 +242,8 @@ def test_nothing_behind_the_weights_and_the_cache_is_read(dtype, monkeypatch):
 decoder_of, angles = Description.decoder, Description.angles
 MISTAKES = {
     "arranged": lambda self, name, rows: torch.cat(list(rows)),
-    "decoder": lambda self, layers, tap=None: decoder_of(self, layers[::-1], tap),
-    "angles": lambda self, capacity: tuple(x.roll(1, 0) for x in angles(self, capacity)),
+    "decoder": lambda self, layers, *rest: decoder_of(self, layers[::-1], *rest),
+    "angles": lambda self, capacity: tuple(x.roll(1, 1) for x in angles(self, capacity)),
 }
 
 
@@ -552,7 +572,7 @@ def test_a_wrong_text_is_seen(models):
 
 
 def test_a_draft_of_another_tokenizer_is_compiled_too(kinds):
-    target, draft, translation = other_pair(kinds)
+    _, target, draft, translation = models_of(kinds)
     prompts, texts = [kinds["llama"](text)["input_ids"] for text in TEXTS], []
     for make in (lambda model: model), compiled:
         guesser = OtherTokenizerDrafter(make(draft), translation)
@@ -638,7 +658,8 @@ ALTERED = "hooks or replaced forwards change what it computes"
 UNLIKE = "its layers compute something that the kernels do not"
 REFUSED = {
     "float64": (lambda: changed(lambda model: model.double()), "no kernels for torch.float64"),
-    "an architecture": (lambda: helpers.tiny("gemma"), "nothing is known of the layers of gemma, only of Llama"),
+    "an architecture": (lambda: helpers.tiny("cohere"), "nothing is known of the layers of cohere, only of Llama"),
+    "norms of each head": (lambda: helpers.tiny("stablelm", qk_layernorm=True, rope_parameters=PARTIAL), UNLIKE),
     "norms": (lambda: helpers.tiny("opt", do_layer_norm_before=False), "its norms come after its layers"),
     "no last norm": (lambda: helpers.tiny("opt", _remove_final_layer_norm=True), "its norms come after its layers"),
     "narrow embeddings": (lambda: helpers.tiny("opt", word_embed_proj_dim=16), "its embeddings are narrower"),
@@ -666,28 +687,22 @@ def test_what_the_kernels_do_not_compute_stays_eager_and_one_line_says_why(name,
     assert torch.equal(model.score(tokens), wanted)
 
 
-def test_a_window_as_long_as_the_context_is_none():
-    for kind, sizes in ("mistral", {}), ("qwen2", {"use_sliding_window": True}), ("qwen2", {"sliding_window": 16}):
-        model = compiled(helpers.tiny(kind, **{"sliding_window": 128, **sizes}))
-        assert is_compiled(model) and model.context == 128
+@pytest.mark.parametrize("kind", [kind for kind, (family, _) in KINDS.items() if family not in helpers.FAMILIES])
+def test_greedy_texts_beyond_a_window_are_those_of_transformers(kind):
+    family, sizes = KINDS[kind]
+    library = scattered(helpers.tiny(family, context=512, **sizes)).model
+    library.set_attn_implementation(sizes.get("attn_implementation", "sdpa"))
+    _, model = both(kind)
+    for prompt in tokens_of(4, 70, draws()):
+        attended = {"attention_mask": torch.ones(1, 70).long(), "pad_token_id": 0, "eos_token_id": -1}
+        wanted = library.generate(prompt[None], max_new_tokens=50, do_sample=False, **attended)[0]
+        assert regrSampling([prompt.tolist()], model, 50, GREEDY)[0] == [wanted[70:].tolist()]
 
 
-@pytest.mark.parametrize("kind", ["mistral", "qwen2"])
-def test_a_text_of_a_compiled_model_ends_at_its_window(kind, capsys):
-    how = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 1}
-    eager = helpers.tiny(kind, **how)
-    model = compiled(helpers.tiny(kind, **how))
-    assert is_compiled(model) and "when compiled, reads texts of up to 32 tokens" in capsys.readouterr().err
-    assert regrSampling([[5, 9]], model, 30, GREEDY)[0] == regrSampling([[5, 9]], eager, 30, GREEDY)[0]
-    with refused("exceed the context"):
-        regrSampling([[5, 9]], model, 31, GREEDY)
+SHORT = LONG | {"original_max_position_embeddings": 64}
 
 
-LONG = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
-LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0]}
-
-
-@pytest.mark.parametrize("rope", [LONG, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=str)
+@pytest.mark.parametrize("rope", [SHORT, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}], ids=str)
 def test_rotary_embeddings_that_depend_on_the_length_are_read_up_to_the_original_one(rope):
     """The slots of a tree's nodes may lie beyond it."""
     eager, model = (helpers.tiny("llama", rope_parameters=dict(rope)) for _ in range(2))

@@ -142,7 +142,7 @@ class AfterSum(StoppingCriteria):
         {"max_time": 0.0, "max_new_tokens": 1},
         {"num_return_sequences": 1, "max_new_tokens": 7, "temperature": 0.3, "top_k": 7},  # do_sample decides
     ],
-    ids=str,
+    ids=", ".join,
 )
 def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
     how = {"max_new_tokens": None if "max_length" in how else 30} | how

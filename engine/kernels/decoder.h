@@ -12,14 +12,20 @@ using Named = c10::Dict<std::string, at::Tensor>;
 
 // Layer normalisation with or without a mean (RMS).
 struct Norm {
-    at::Tensor weight, bias;  // Undefined if the norm has none.
+    at::Tensor weight, bias;  // in the model's dtype or float32
     bool rms = false;
     float eps = 0;
+    bool absent = true;
+
+    long size() const { return absent ? 0 : weight.numel(); }
 };
 
 struct Layer {
-    Norm before_attention, before_mlp, query, key;  // query, key: of each head
+    Norm before_attention, after_attention, before_mlp, after_mlp;  // after: of what is added to the hidden states
+    Norm query, key;                                                // of each head, or of all heads together
     Linear qkv, out, up, down;
+    bool windowed;
+    long table;  // of rotary embeddings; -1: positions are not used
 };
 
 class Decoder : public torch::CustomClassHolder {
@@ -27,7 +33,7 @@ class Decoder : public torch::CustomClassHolder {
     Decoder(const c10::List<Named>& layers, const Named& ends, const c10::Dict<std::string, int64_t>& sizes,
             const c10::Dict<std::string, double>& numbers);
 
-    // From now on, the KV cache is keys, values [L][B, G, capacity, D], and cos, sin [capacity, R] are those of the
+    // From now on, the KV cache is keys, values [L][B, G, capacity, D], and cos, sin [tables, capacity, R] are those of the
     // positions up to the capacity. features float32 [B, capacity + 1, hidden]: a decoder with a tap writes that of the
     // token in slot s to s + 1, and a head reads at s what its token in slot s needs, that of the token before it. Without
     // them, a tap is not computed.
@@ -72,7 +78,9 @@ class Decoder : public torch::CustomClassHolder {
     Linear fuse, join;          // fuse: tapped states to a feature. join: of a head, a token and a feature to its input
     Norm token_norm, feature_norm;  // of what `join` joins
     std::vector<at::Tensor> keys, values;
-    long hidden, heads, groups, width, rotary, vocabulary, offset, activation;
+    long hidden, heads, groups, width, rotary, vocabulary, offset, activation, window;
     bool parallel, gated;
-    float scale;
+    Scores scores;
+    float embedding_scale, residual_scale;  // of embeddings; of what a layer adds to the hidden states
+    Scores logit_scores;                    // logits of what the output layer computes
 };

@@ -64,8 +64,9 @@ struct Linear {
     // Bytes of a block of outputs.
     long block_bytes() const { return packed.nbytes() / packed.size(0); }
     const char* block(long number) const { return (const char*)packed.const_data_ptr() + number * block_bytes(); }
-    // Of a weight in few bits:
-    long group() const { return in / packed.size(1); }
+    // Of a weight in few bits, whose last group may be filled with zeros:
+    long groups() const { return packed.size(1); }
+    long group() const { return (in + TILE * groups() - 1) / (TILE * groups()) * TILE; }
     long bits() const { return (packed.size(2) - SIDE * 2) * TILE / (group() * SIDE * 4); }
 };
 
@@ -76,13 +77,18 @@ struct Rounded {
     std::vector<CodesJob::Group> groups;
 
     template <typename T> void round(const T* from, long tokens, const Linear& layer, long jobs) {
-        const long in = layer.in, size = layer.group(), count = in / size, half = 1l << (layer.bits() - 1);
+        const long size = layer.group(), count = layer.groups(), in = count * size, half = 1l << (layer.bits() - 1);
+        std::vector<T> last;  // group of a token, if zeros fill it
         x.resize(std::max(x.size(), size_t(tokens * in))), groups.resize(std::max(groups.size(), size_t(tokens * count)));
         for (long job = 0; job < jobs; job++) {
             const long first = tokens * job / jobs, width = tokens * (job + 1) / jobs - first;
             for (long m = 0; m < width; m++)
                 for (long g = 0; g < count; g++) {
-                    const T* numbers = from + (first + m) * in + g * size;
+                    const T* numbers = from + (first + m) * layer.in + g * size;
+                    if (long left = layer.in - g * size; left < size) {
+                        last.assign(size, T(0)), std::copy_n(numbers, left, last.begin());
+                        numbers = last.data();
+                    }
                     int8_t* to = x.data() + first * in + g * size * width + m * 4;
                     float most = 0;
                     int32_t sum = 0;
@@ -110,12 +116,12 @@ struct Rounded {
 // the second cache for all jobs.
 static inline void through_codes(const Multiply& kernel, const Rounded& rounded, const Linear& layer, long first, long last,
                                  long tokens, long jobs, Sums* sums) {
+    const long groups = layer.groups(), in = groups * layer.group();
     for (long b = first; b < last; b++)
         for (long job = 0; job < jobs; job++) {
             long m = tokens * job / jobs;
-            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * layer.in,
-                          rounded.groups.data() + m * (layer.in / layer.group()), layer.block(b), layer.in, layer.group(),
-                          layer.bits(), sums[(b - first) * tokens + m].of});
+            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * in, rounded.groups.data() + m * groups,
+                          layer.block(b), in, layer.group(), layer.bits(), sums[(b - first) * tokens + m].of});
         }
 }
 
