@@ -16,8 +16,8 @@ from torch import Tensor
 from utils import Sampling
 
 BLOCK = 1 << 14  # logits of a row that are in registers at once
-# Probabilities are summed as integers, in units of 1 / ONE: the sums are exact in any order, and never fall.
-ONE = tl.constexpr(2.0**48)
+# Probabilities are summed as integers, in units of UNIT: the sums are exact in any order, and never fall.
+ONE, UNIT = tl.constexpr(2.0**48), tl.constexpr(2.0**-48)
 TOP_BIT = tl.constexpr(1 << 31)
 OTHER_BITS = tl.constexpr((1 << 31) - 1)
 
@@ -37,11 +37,75 @@ def least_kept(values: Any, size: Any, share: Any, COUNTS: tl.constexpr, BLOCK: 
             weight = tl.full((BLOCK,), 1, tl.int64) if COUNTS else (x * ONE).to(tl.int64)
             weights += tl.where((order >= least + step) & (first + at < size), weight, 0)
         weight = tl.sum(weights, 0)
-        enough = weight >= share if COUNTS else weight.to(tl.float32) / ONE >= share
+        enough = weight >= share if COUNTS else weight.to(tl.float32) * UNIT >= share
         least = tl.where(enough, least + step, least)
         step = step >> 1
     bits = least.to(tl.int32)
     return (bits ^ ((bits >> 31) & OTHER_BITS)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def greedy(probs: Any, size: Any, best: Any, finite: Any, BLOCK: tl.constexpr) -> Any:
+    """The first of the logits in `probs[size]` that are `best`; `probs` becomes one-hot there, or nan."""
+    at, token = tl.arange(0, BLOCK), size
+    for first in range(0, size, BLOCK):
+        x = tl.load(probs + first + at, mask=first + at < size, other=float("-inf"))
+        token = tl.minimum(token, tl.min(tl.where((x == best) & (first + at < size), first + at, size), 0))
+    for first in range(0, size, BLOCK):
+        p = tl.where(finite, (first + at == token).to(tl.float32), float("nan"))
+        tl.store(probs + first + at, p, mask=first + at < size)
+    return token
+
+
+@triton.jit
+def softmax(probs: Any, size: Any, best: Any, least: Any, finite: Any, BLOCK: tl.constexpr) -> None:
+    """The logits in `probs[size]`, of which `best` is the largest, become probabilities; those below `least` 0."""
+    at, totals = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, size, BLOCK):
+        x = tl.load(probs + first + at, mask=first + at < size, other=float("-inf"))
+        weight = tl.where((x < least) | (first + at >= size), 0.0, tl.exp(x - best))
+        totals += weight
+        tl.store(probs + first + at, weight, mask=first + at < size)
+    total = tl.where(finite, tl.sum(totals, 0), float("nan"))
+    tl.debug_barrier()
+    for first in range(0, size, BLOCK):
+        p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
+        tl.store(probs + first + at, tl.math.div_rn(p, total), mask=first + at < size)
+    tl.debug_barrier()
+
+
+@triton.jit
+def nucleus(probs: Any, size: Any, top_p: Any, BLOCK: tl.constexpr) -> None:
+    """`utils.nucleus` of `probs[size]`."""
+    least = least_kept(probs, size, top_p, False, BLOCK)
+    at, kept = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.int64)
+    for first in range(0, size, BLOCK):
+        p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
+        kept += tl.where(p < least, 0, (p * ONE).to(tl.int64))
+    share = tl.sum(kept, 0).to(tl.float32) * UNIT
+    for first in range(0, size, BLOCK):
+        p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
+        tl.store(probs + first + at, tl.where(p < least, 0.0, tl.math.div_rn(p, share)), mask=first + at < size)
+    tl.debug_barrier()
+
+
+@triton.jit
+def pick(probs: Any, size: Any, u: Any, BLOCK: tl.constexpr) -> Any:
+    """`utils.pick` of `probs[size]`."""
+    at, masses = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.int64)
+    for first in range(0, size, BLOCK):
+        masses += (tl.load(probs + first + at, mask=first + at < size, other=0.0) * ONE).to(tl.int64)
+    mass = tl.sum(masses, 0).to(tl.float32) * UNIT
+    below = (mass.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)  # the next smaller number
+    threshold = tl.minimum(u * mass, below)  # Rounding must not reach the end.
+    before, token = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
+    for first in range(0, size, BLOCK):
+        weights = (tl.load(probs + first + at, mask=first + at < size, other=0.0) * ONE).to(tl.int64)
+        sums = before + tl.cumsum(weights, 0)
+        passed = (sums.to(tl.float32) * UNIT <= threshold) & (first + at < size)
+        token += tl.sum(passed.to(tl.int32), 0)
+        before += tl.sum(weights, 0)
+    return token
 
 
 @triton.jit
@@ -78,56 +142,14 @@ def sample_row(
     finite = (tl.sum(faults, 0) == 0) & (tl.abs(best) < float("inf"))
     tl.debug_barrier()
     if GREEDY:
-        token = size
-        for first in range(0, size, BLOCK):
-            x = tl.load(probs + first + at, mask=first + at < size, other=float("-inf"))
-            token = tl.minimum(token, tl.min(tl.where((x == best) & (first + at < size), first + at, size), 0))
-        for first in range(0, size, BLOCK):
-            p = tl.where(finite, (first + at == token).to(tl.float32), float("nan"))
-            tl.store(probs + first + at, p, mask=first + at < size)
-        if DRAW:
-            tl.store(tokens + row, tl.where(finite, token, size))
+        token = greedy(probs, size, best, finite, BLOCK)
     else:
         least = least_kept(probs, size, top_k, True, BLOCK) if TOP_K else float("-inf")
-        totals = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, size, BLOCK):
-            x = tl.load(probs + first + at, mask=first + at < size, other=float("-inf"))
-            weight = tl.where((x < least) | (first + at >= size), 0.0, tl.exp(x - best))
-            totals += weight
-            tl.store(probs + first + at, weight, mask=first + at < size)
-        total = tl.where(finite, tl.sum(totals, 0), float("nan"))
-        tl.debug_barrier()
-        for first in range(0, size, BLOCK):
-            p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
-            tl.store(probs + first + at, tl.math.div_rn(p, total), mask=first + at < size)
-        tl.debug_barrier()
+        softmax(probs, size, best, least, finite, BLOCK)
         if TOP_P:
-            least = least_kept(probs, size, top_p, False, BLOCK)
-            kept = tl.zeros((BLOCK,), tl.int64)
-            for first in range(0, size, BLOCK):
-                p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
-                kept += tl.where(p < least, 0, (p * ONE).to(tl.int64))
-            share = tl.sum(kept, 0).to(tl.float32) / ONE
-            for first in range(0, size, BLOCK):
-                p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
-                p = tl.where(p < least, 0.0, tl.math.div_rn(p, share))
-                tl.store(probs + first + at, p, mask=first + at < size)
-            tl.debug_barrier()
-        if DRAW:
-            masses = tl.zeros((BLOCK,), tl.int64)
-            for first in range(0, size, BLOCK):
-                masses += (tl.load(probs + first + at, mask=first + at < size, other=0.0) * ONE).to(tl.int64)
-            mass = tl.sum(masses, 0).to(tl.float32) / ONE
-            below = (mass.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)  # the next smaller number
-            threshold = tl.minimum(tl.load(uniform + row) * mass, below)  # Rounding must not reach the end.
-            before, token = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
-            for first in range(0, size, BLOCK):
-                p = tl.load(probs + first + at, mask=first + at < size, other=0.0)
-                sums = before + tl.cumsum((p * ONE).to(tl.int64), 0)
-                passed = (sums.to(tl.float32) / ONE <= threshold) & (first + at < size)
-                token += tl.sum(passed.to(tl.int32), 0)
-                before += tl.sum((p * ONE).to(tl.int64), 0)
-            tl.store(tokens + row, tl.where(finite, token, size))
+            nucleus(probs, size, top_p, BLOCK)
+        token = pick(probs, size, tl.load(uniform + row), BLOCK) if DRAW else size
+    tl.store(tokens + row, tl.where(finite, token, size))
 
 
 def sample(logits: Tensor, sampling: Sampling, u: Tensor | None = None) -> tuple[Tensor, Tensor]:
