@@ -6,8 +6,6 @@ by the least logit, or the least probability, that is kept, and that number is b
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,9 @@ OTHER_BITS = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
-def least_kept(values: Any, size: Any, share: Any, COUNTS: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def least_kept(
+    values: tl.tensor, size: tl.tensor, share: tl.tensor, COUNTS: tl.constexpr, BLOCK: tl.constexpr
+) -> tl.tensor:
     """The largest t for which `share` or more of `values[size]` are >= t: as many of them if COUNTS, else that much of
     their sum. nan if all of them are too few."""
     at = tl.arange(0, BLOCK)
@@ -45,7 +45,7 @@ def least_kept(values: Any, size: Any, share: Any, COUNTS: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def greedy(probs: Any, size: Any, best: Any, finite: Any, BLOCK: tl.constexpr) -> Any:
+def greedy(probs: tl.tensor, size: tl.tensor, best: tl.tensor, finite: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """The first of the logits in `probs[size]` that are `best`; `probs` becomes one-hot there, or nan."""
     at, token = tl.arange(0, BLOCK), size
     for first in range(0, size, BLOCK):
@@ -58,7 +58,9 @@ def greedy(probs: Any, size: Any, best: Any, finite: Any, BLOCK: tl.constexpr) -
 
 
 @triton.jit
-def softmax(probs: Any, size: Any, best: Any, least: Any, finite: Any, BLOCK: tl.constexpr) -> None:
+def softmax(
+    probs: tl.tensor, size: tl.tensor, best: tl.tensor, least: tl.tensor, finite: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     """The logits in `probs[size]`, of which `best` is the largest, become probabilities; those below `least` 0."""
     at, totals = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, size, BLOCK):
@@ -75,7 +77,7 @@ def softmax(probs: Any, size: Any, best: Any, least: Any, finite: Any, BLOCK: tl
 
 
 @triton.jit
-def nucleus(probs: Any, size: Any, top_p: Any, BLOCK: tl.constexpr) -> None:
+def nucleus(probs: tl.tensor, size: tl.tensor, top_p: tl.tensor, BLOCK: tl.constexpr) -> None:
     """`utils.nucleus` of `probs[size]`."""
     least = least_kept(probs, size, top_p, False, BLOCK)
     at, kept = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.int64)
@@ -90,7 +92,7 @@ def nucleus(probs: Any, size: Any, top_p: Any, BLOCK: tl.constexpr) -> None:
 
 
 @triton.jit
-def pick(probs: Any, size: Any, u: Any, BLOCK: tl.constexpr) -> Any:
+def pick(probs: tl.tensor, size: tl.tensor, u: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
     """`utils.pick` of `probs[size]`."""
     at, masses = tl.arange(0, BLOCK), tl.zeros((BLOCK,), tl.int64)
     for first in range(0, size, BLOCK):
@@ -110,15 +112,15 @@ def pick(probs: Any, size: Any, u: Any, BLOCK: tl.constexpr) -> Any:
 
 @triton.jit
 def sample_row(
-    logits: Any,
-    probs: Any,
-    uniform: Any,
-    tokens: Any,
-    size: Any,
-    stride: Any,
-    temperature: Any,
-    top_k: Any,
-    top_p: Any,
+    logits: tl.tensor,
+    probs: tl.tensor,
+    uniform: tl.tensor,
+    tokens: tl.tensor,
+    size: tl.tensor,
+    stride: tl.tensor,
+    temperature: tl.tensor,
+    top_k: tl.tensor,
+    top_p: tl.tensor,
     GREEDY: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
