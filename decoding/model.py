@@ -97,6 +97,13 @@ class Model(ABC):
         """`utils.pick`."""
         return pick(probs, u)
 
+    def sample(
+        self, logits: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The tokens that `u[...]` picks from the distributions of `logits[..., V]`, and these distributions."""
+        probs = self.probabilities(logits, sampling, seen)
+        return self.pick(probs, u), probs
+
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
         """`decoding.tree.siblings`."""
         return siblings(q, u, counts)
@@ -142,9 +149,9 @@ class Model(ABC):
     def first_token(self, rows: Rows, sampling: Sampling) -> None:
         """Prefill the fresh rows, draw the token after each prompt and commit it."""
         logits, seen = self.prefill(rows), rows.seen(self.vocabulary, sampling)
-        p = self.probabilities(logits, sampling, None if seen is None else rows.of_fresh(seen))
-        u = rows.uniform([int(row in rows.fresh) for row in range(rows.size)])[:, 0]
-        rows.commit_first(self.pick(p, rows.of_fresh(u).to(p.device)))
+        u = rows.of_fresh(rows.uniform([int(row in rows.fresh) for row in range(rows.size)])[:, 0])
+        seen = None if seen is None else rows.of_fresh(seen)
+        rows.commit_first(self.sample(logits, u.to(logits.device), sampling, seen)[0])
 
     def draw(
         self,
@@ -167,10 +174,11 @@ class Model(ABC):
         for i in range(len(u)):
             width = tokens.shape[1]
             logits = self.forward(tokens, positions[:, :width])
-            q.append(self.probabilities(logits[:, -1], sampling, seen))
-            drawn.append(self.pick(q[i], u[i]))
+            token, probs = self.sample(logits[:, -1], u[i], sampling, seen)
+            drawn.append(token)
+            q.append(probs)
             # A distribution of nan gives no token, V, which cannot be read.
-            tokens, positions = drawn[i].clamp(max=logits.shape[-1] - 1)[:, None], positions[:, width:]
+            tokens, positions = token.clamp(max=logits.shape[-1] - 1)[:, None], positions[:, width:]
             if seen is not None:
                 seen = seen.scatter(1, tokens, True)
         return torch.stack(drawn, 1), torch.stack(q, 1)

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +139,10 @@ class CachedModel(Model):
         return self.cache.rows if self.cache else 0
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """A cache of the same shape is reused: slots of an earlier text are stale like any others, and masked."""
+        """A cache of the same shape is reused: slots of an earlier text are stale like any others, and masked. On CUDA
+        the capacity is a multiple of 64: attention would else copy the mask of every layer to align its rows."""
+        if self.device.type == "cuda":
+            capacity = -(-capacity // 64) * 64
         if self.cache is None or (self.rows, self.cache.capacity) != (rows, capacity):
             self.store.cache = SlotCache(
                 self.model.config.get_text_config(decoder=True).num_hidden_layers, rows, capacity, self.cache_dtype
@@ -167,7 +170,7 @@ class CachedModel(Model):
         self.cache.address(slots, reach, self.first_row)
         before = {} if self.features_of is None else {"features": self.features_before(slots, places)}
         with reading(Block(positions, seen, places)):
-            outputs = self.model(
+            outputs = self.network(tokens)(
                 input_ids=tokens,
                 **before,
                 position_ids=positions + self.first_position if self.first_position else positions,
@@ -187,6 +190,10 @@ class CachedModel(Model):
         logits = outputs.logits[..., : self.vocabulary].float()
         # Some classes do not know `logits_to_keep`, and give the logits of all tokens.
         return logits if keep is None or logits.shape[1] == len(keep) else logits[:, keep]
+
+    def network(self, tokens: Tensor) -> Callable[..., Any]:
+        """What computes the forward of a block."""
+        return self.model
 
     def keep_features(self, tap: Tap) -> None:
         """From now on, its forwards write features beside the KV cache."""

@@ -1,7 +1,9 @@
-"""`CudaModel`: on a GPU, a step is captured as a CUDA graph at its first use, once for each shape, and then replayed.
+"""`CudaModel`: on a GPU, a step is compiled and captured as a CUDA graph at its first use, once for each shape, and
+then replayed.
 
-A replay costs the host one call instead of one for each of hundreds of kernels. A captured graph reads and writes fixed
-memory: inputs are copied into tensors of its own, and a new cache needs new graphs.
+`torch.compile` makes few kernels of a forward's many small ones. A replay costs the host one call instead of one for
+each kernel. A captured graph reads and writes fixed memory: inputs are copied into tensors of its own, and a new cache
+needs new graphs.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,9 +25,11 @@ from decoding.tree import Places, Tree
 from decoding.treeRules import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from utils import Sampling, upload
+from utils import Sampling, penalised, upload
 
 CHUNK = 64  # Capacities and the tokens of a prompt are rounded up to multiples of this, so that few graphs serve all.
+COMPILED = 16  # Blocks of at most this many tokens are worth compiling: the time of others is in few large kernels.
+SHAPES = 256  # for which a forward is compiled at most, of all models together
 MOST = 1024  # Reading more tokens than this should take a GPU longer than the host needs to launch the kernels.
 
 Step = Callable[..., Any]  # step(model, *inputs): tensors, or nothing, from the inputs and the model's cache
@@ -35,9 +40,11 @@ class CudaModel(CachedModel):
 
     eager: whether steps are computed eagerly: inside a capture, and for a text that is scored.
     missed: see `no_captures`; None outside.
+    has_kernel: whether Triton is installed, as it is with torch for CUDA on Linux, and its kernel works.
     """
 
     eager = False
+    has_kernel = find_spec("triton") is not None
     missed: list[str] | None = None
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -45,6 +52,8 @@ class CudaModel(CachedModel):
         self.graphs: dict[tuple[Any, ...], Graph] = {}
         self.captured: tuple[object, object] = None, None  # the KV cache and features that the graphs read and write
         self.refused: set[str] = set()  # the steps that cannot be captured
+        self.compiles = True  # whether its forward can be compiled, as far as is known
+        self.fused: Callable[..., Any] | None = None  # its forward, compiled, while it shall be used
 
     def run(self, step: Step, *inputs: Any) -> Any:
         """`step(self, *inputs)`, by a graph if possible. inputs: tensors, `Places`, and hashable values."""
@@ -70,13 +79,17 @@ class CudaModel(CachedModel):
         if (pool := POOLS.get(self.device)) is None:
             pool = POOLS[self.device] = Pool(self.device)
         copies, graph = [x.clone() if isinstance(x, Tensor) else x for x in leaves], torch.cuda.CUDAGraph()
+        own = tree_unflatten(copies, spec)
         now = torch.cuda.current_stream(self.device)  # Its device need not be the current one.
         pool.stream.wait_stream(now)
         with eagerly(), torch.cuda.stream(pool.stream):  # After an error, `torch.cuda.graph` does not leave its stream.
+            forwards = self.forwards
             first = step(self, *tree_unflatten(leaves, spec))
+            if self.forwards > forwards and self.compiles:
+                self.compile(step, own)
             try:
                 with torch.cuda.graph(graph, pool.handle, pool.stream):
-                    results = step(self, *tree_unflatten(copies, spec))
+                    results = step(self, *own)
                 self.graphs[key] = Graph(graph, copies, results, pool)
             except RuntimeError as error:
                 self.refused.add(step.__name__)
@@ -84,8 +97,25 @@ class CudaModel(CachedModel):
                 del POOLS[self.device]  # To torch's allocator, its last capture has not ended.
                 reason = " ".join(str(error.__context__ or error).split())[:200]
                 print(f"{self.name}: the step {step.__name__} stays eager: no CUDA graph ({reason})", file=sys.stderr)
+            finally:
+                self.fused = None
         now.wait_stream(pool.stream)
         return first
+
+    def compile(self, step: Step, inputs: Sequence[Any]) -> None:
+        """Compile the forward for a step by computing it once more: it writes the same to the same slots."""
+        try:
+            self.fused = torch.compile(self.model, fullgraph=True)
+            with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+                step(self, *inputs)
+        except RuntimeError as error:
+            self.fused, self.compiles = None, False
+            reason = " ".join(str(error).split())[:200]
+            words = f"the step {step.__name__} and all others are captured without torch.compile"
+            print(f"{self.name}: {words} ({reason})", file=sys.stderr)
+
+    def network(self, tokens: Tensor) -> Callable[..., Any]:
+        return self.model if self.fused is None or tokens.shape[1] > COMPILED else self.fused
 
     def reserve(self, rows: int, capacity: int) -> None:
         """Graphs live as long as their cache: a longer one is kept."""
@@ -95,6 +125,33 @@ class CudaModel(CachedModel):
     def rows_computed(self, rows: int) -> int:
         """The next power of two, so that the batches at the end of a queue have few sizes."""
         return 1 << (rows - 1).bit_length()
+
+    # What comes after a forward.
+
+    def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
+        drawn = self.by_kernel(logits, sampling, seen)
+        return drawn[1] if drawn else super().probabilities(logits, sampling, seen)
+
+    def sample(
+        self, logits: Tensor, u: Tensor, sampling: Sampling, seen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return self.by_kernel(logits, sampling, seen, u) or super().sample(logits, u, sampling, seen)
+
+    def by_kernel(
+        self, logits: Tensor, sampling: Sampling, seen: Tensor | None, u: Tensor | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """`sample` by Triton's kernel (cudaKernels.py); None if it cannot be used here."""
+        if not self.has_kernel:
+            return None
+        try:
+            from engine import cudaKernels  # It imports Triton.
+
+            return cudaKernels.sample(penalised(logits, sampling, seen), sampling, u)
+        except Exception as error:  # Triton's have no class in common.
+            CudaModel.has_kernel = False
+            reason = " ".join(str(error).split())[:200]
+            print(f"{self.name}: tokens are drawn without Triton's kernel ({reason})", file=sys.stderr)
+            return None
 
     # The steps.
 

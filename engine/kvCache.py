@@ -60,11 +60,16 @@ class SlotCache(Cache):
         layer, new = self.layers[layer_idx], (key_states.to(self.dtype), value_states.to(self.dtype))
         if not layer.is_initialized:  # All rows are allocated, however many are written first.
             layer.lazy_initialization(*(states[:1].expand(self.rows, -1, -1, -1) for states in new))
-        index = self.slots.to(layer.keys.device)[:, None, :, None]  # A model may span several devices.
-        keys, values = (states[self.first : self.first + len(new[0])] for states in (layer.keys, layer.values))
-        keys.scatter_(2, index.expand_as(new[0]), new[0])
-        values.scatter_(2, index.expand_as(new[1]), new[1])
-        return keys[:, :, : self.reach], values[:, :, : self.reach]
+        slots = self.slots.to(layer.keys.device)  # A model may span several devices.
+        written = []
+        for states, x in zip((layer.keys, layer.values), new):
+            states = states[self.first : self.first + len(x)]
+            if torch.compiler.is_compiling():  # Inductor writes this in place, and copies the whole cache to scatter.
+                states[torch.arange(len(x), device=x.device)[:, None], :, slots] = x.transpose(1, 2)
+            else:
+                states.scatter_(2, slots[:, None, :, None].expand_as(x), x)
+            written.append(states[:, :, : self.reach])
+        return written[0], written[1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
@@ -132,16 +137,17 @@ def reading(block: Block) -> Iterator[None]:
 
 
 def mask_over_slots(library: Callable[..., Any], mask_function: Callable[..., Tensor], **options: Any) -> Tensor | None:
-    """A mask function of transformers, `library`, that knows blocks over slots: bool for "sdpa", numbers that are added
-    to scores for "eager". Where no block is read, it is transformers' own."""
+    """A mask function of transformers, `library`, that knows blocks over slots: bool for "sdpa" on a CPU, else numbers
+    that are added to scores. CUDA's attention would make such numbers of a bool mask in every layer anew. Where no
+    block is read, it is transformers' own."""
     block = getattr(_LOCAL, "block", None)
     if block is None:
         return library(mask_function=mask_function, **options)
     mask = block.mask(mask_function)
-    if library is sdpa_mask:
+    if library is sdpa_mask and mask.device.type != "cuda":
         return mask
     dtype = options["dtype"]
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+    return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
 
 
 def attend(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # Several workers share the processor: a thread for each, also in its children.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Its kernels run on a CPU. Read when it is imported.
 
 import downloads
 import helpers

@@ -676,6 +676,9 @@ def machine(count: int = 1, memory: int = MEMORY, kind: str = "cuda"):
             stack.enter_context(mock.patch.object(module, "Generator", Generator))
         # transformers would load weights in threads of its own, which no mode sees.
         stack.enter_context(mock.patch.dict("os.environ", HF_DEACTIVATE_ASYNC_LOAD="1"))
+        # Neither Inductor nor Triton has such a device.
+        stack.enter_context(mock.patch.object(torch, "compile", lambda model, **options: model))
+        stack.enter_context(mock.patch("engine.cudaModel.CudaModel.has_kernel", False))
         # `Module.to` would put a tensor of a device into a parameter that is none.
         stack.callback(overwrite, torch.__future__.get_overwrite_module_params_on_conversion())
         overwrite(True)
