@@ -121,7 +121,7 @@ def test_what_is_appended_while_a_rendering_waits_is_shown(tmp_path):
     """Else the one that read first could write last, and what the other had finished would be missing."""
     store = results.Results(tmp_path)
     rendering = threading.Thread(target=store.render)
-    with results.locked(tmp_path):
+    with store.lock():
         rendering.start()
         rendering.join(0.1)
         store.append(kind="run", run="second")
