@@ -189,7 +189,7 @@ def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
-        why = "it ended before anything was measured, or another version wrote it"
+        why = "it has nothing that flags and seed fix: it timed batches alone, ended early, or is of another version"
         raise UserError(f"--rerun: run {run['run']} cannot be compared: {why}")
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
