@@ -189,7 +189,8 @@ def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
-        raise UserError(f"--rerun: run {run['run']} cannot be compared: it ended before anything was measured")
+        why = "it has nothing that flags and seed fix: it timed batches alone, ended early, or is of another version"
+        raise UserError(f"--rerun: run {run['run']} cannot be compared: {why}")
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
     known = {action.dest: action for action in parser()._actions}
     words: list[str] = []
@@ -214,7 +215,7 @@ def changes(earlier: RunLine, run: RunLine) -> Iterator[str]:
         before, now = known["version"] if known else "not there", model["version"]
         if before != now:
             yield f"The weights of the {role}, {model['name']}, have changed: they were {before} and are {now}."
-    old, new = earlier["machine"], run["machine"]
+    old, new = earlier.get("machine", {}), run["machine"]
     changed = [f"{name} was {old.get(name)} and is {value}" for name, value in new.items() if old.get(name) != value]
     if changed:
         yield "The machine is not the same, so tokens may differ: " + "; ".join(changed) + "."
@@ -253,7 +254,7 @@ def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
     named = {}
     for line in lines:
         kind, names = name_of_kind(line), ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
-        if kind in COMPARED and line.get("repeatable", True):
+        if COMPARED.get(kind) in line and line.get("repeatable", True):
             named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
     return named
 

@@ -60,7 +60,7 @@ TASKS = 0.4  # share of conversations that begin with a task about a passage
 STARTED = 0.6  # share of the users' turns which the target writes whose first words are given: its own are much alike
 INSTRUCTIONS, STARTS = json.loads(Path(__file__).with_name("usersTurns.json").read_text(encoding="utf-8")).values()
 PASSAGE = 200  # characters of a passage at least
-FEWEST = 20  # passages without which no head is trained
+FEWEST = 20  # passages without which nothing is trained on what the target writes
 
 Written = list[tuple[int, bool]]  # a text: token ids, each with whether the target drew it with SAMPLING
 Part = dict[str, Tensor]  # of some texts, see `read_states`
@@ -224,7 +224,7 @@ def read_passages(texts: Sequence[str]) -> list[str]:
     corpora = [Corpus(name, read_documents(name)) for name in texts]
     passages = [p for corpus in corpora for p in corpus.passages(PASSAGE, CHARACTERS * PROMPT[1])]
     if (count := len(set(passages))) < FEWEST:
-        raise UserError(f"--texts has {count} passages of {PASSAGE} characters, a head needs {FEWEST}; add more texts")
+        raise UserError(f"--texts has {count} passages of {PASSAGE} characters, {FEWEST} are needed; add more texts")
     return passages
 
 

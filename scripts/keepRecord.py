@@ -139,10 +139,11 @@ def keep_record(root: Path, argv: Sequence[str] | None) -> None:
         raise UserError(f"a record cannot have the name {name!r}: it takes letters, digits, dots, - and _")
     if args.run:
         store = Results(args.folder)
-        run, lines = of_processes([choose_run(store.runs(), store.lines, one) for one in args.run])
+        with library_errors(f"{store.lines} has no whole record of it", "measure it again with this version"):
+            run, lines = of_processes([choose_run(store.runs(), store.lines, one) for one in args.run])
+            records.runs[name] = cast(RunLine, without_places(run)), lines
         for end in of_kind(lines, EndLine):  # The figure of a run that is kept has a name of its own in figures/.
             end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
-        records.runs[name] = cast(RunLine, without_places(run)), lines
         index = {key: head["run"] for key, (head, _) in records.runs.items()}
         by_time = sorted(records.runs.values(), key=lambda kept: kept[0]["time"])
         runs = {head["run"]: [head, *body] for head, body in by_time}

@@ -111,7 +111,9 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
             find_model(args.out / f"bundled-{name}")
         if teacher and teacher not in args.models:
             find_model(args.out / f"bundled-{teacher}")
-    args.device = pick_device(args.device)
+    args.device, args.questions = pick_device(args.device), []
+    if any(recipe.acceptance for name in args.models for recipe in MODELS[name][-1]):
+        args.passages = read_passages(args.texts)  # Now: the texts are written hours later.
     return args
 
 
@@ -157,8 +159,7 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
         for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
             parts: list[Part] = []
             if recipe.acceptance and teacher:
-                about = {"folder": source, "data": Path(data), "passages": read_passages(args.texts), "questions": []}
-                about |= {"written": min(WRITTEN, args.tokens or WRITTEN)}
+                about = {"folder": source, "data": Path(data), "written": min(WRITTEN, args.tokens or WRITTEN)}
                 parts = prepare_parts(Namespace(**vars(args) | about), teacher, 60 * args.minutes)
             recipe = replace(recipe, tokens=min(recipe.tokens, args.tokens or recipe.tokens), seconds=60 * args.minutes)
             loss_of = stage_loss(tokens, args.seed + stage - 1, teacher, parts[1:])

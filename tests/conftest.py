@@ -61,8 +61,8 @@ def refused(*words):
 @pytest.fixture(scope="module", autouse=True)
 def frozen_heap():
     """What the process has imported and collected so far is of no interest to garbage collections: a full one visits
-    all objects of torch and transformers, half a second, and `experiments.speed.quiet` asks for one before each timed
-    stretch. For the same reason nothing is unfrozen between tests."""
+    all objects of torch and transformers, half a second, and `experiments.speed.in_turns` asks for one before it times
+    anything. For the same reason nothing is unfrozen between tests."""
     gc.collect()
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:

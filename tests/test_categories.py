@@ -121,9 +121,7 @@ def arguments(flags, tmp_path):
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_method_continues_the_same_turns_after_the_targets_answers(
-    cli, arguments, pair_folder, tmp_path, capsys, chat
-):
+def test_every_method_continues_the_same_turns_after_the_targets_answers(cli, arguments, pair_folder, tmp_path, chat):
     folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
     if chat:
         (folder / "chat_template.jinja").write_text(CHAT)

@@ -147,7 +147,7 @@ GUARDED = {
     "downloadModel": ["downloadModel.download_model", "downloadModel.print_folders"],
     "downloadData": ["downloadData.install_data", "inputs.hub.print_folders"],
     "trainBundled": [
-        f"scripts.trainBundled.{name}" for name in ("ByteLevelBPETokenizer", "train_model", "PreTrainedTokenizerFast")
+        f"scripts.trainBundled.{name}" for name in ("ByteLevelBPETokenizer", "PreTrainedTokenizerFast", "train_model")
     ],
 }
 MODULES = {"trainBundled": "scripts.trainBundled"}

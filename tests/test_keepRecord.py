@@ -49,6 +49,10 @@ def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, caps
     for asked in ("1", run["run"]):
         assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
         assert "was not finished" in capsys.readouterr().err
+    Results(tmp_path).append(**{field: run[field] for field in ("kind", "machine", "models", "command")}, run="old")
+    Results(tmp_path).append(kind="end", run="old")
+    assert keepRecord.main(["first", "old", "--from", str(tmp_path)], copy) == 2
+    assert "has no whole record of it ('flags')" in capsys.readouterr().err
     assert (copy / "docs/records/results.jsonl").read_text() == before
 
 

@@ -148,7 +148,7 @@ def test_what_a_compiler_cannot_build_is_left_out_with_a_line(parts):
     assert loader.missing(made) == [f"linear layers use the kernel plain, because the compiler cannot build {best}"]
 
 
-def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts, monkeypatch):
+def test_what_the_operating_system_refuses_is_left_out_with_a_line(parts):
     """On a processor with AMX, one that another kernel of this machine plays."""
     text = (loader.FOLDER / "choose.cpp").read_text()
     pretended = text.replace('if (is("plain"))', 'if (is("plain") || is("amx"))')

@@ -142,7 +142,7 @@ def test_a_cache_that_keeps_what_has_changed_is_caught(kinds, monkeypatch):
         specSampling(prompts, target, Checked(draft, translation), 12, 3, FREE)
 
 
-def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_prompt_is_refused(kinds, monkeypatch):
+def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_prompt_is_refused(kinds):
     """The draft's tokens are shorter: 42 of its own where the target has fewer."""
     prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:3], context=84)
     assert max(len(translation.row(prompt)) for prompt in prompts) + 30 <= 84

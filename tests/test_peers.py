@@ -304,7 +304,7 @@ def test_vllm_loads_intels_openmp_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("temperature, samplers", [(0.0, ["top_k"]), (0.7, ["temperature", "top_p"])])
-def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(monkeypatch, temperature, samplers):
+def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(temperature, samplers):
     """Its `ignore_eos` bans every token that ends a text: another distribution. Its model has none here."""
     server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
     answer = {"tokens": [4, 5], "timings": {"prompt_ms": 1.0, "predicted_ms": 2.0}}

@@ -126,6 +126,7 @@ def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_
         (lambda lines: None, "nowhere", "has 1 run"),
         (lambda lines: lines.clear(), "1", "has 0 runs; the newest are: none"),
         (lambda lines: lines.__delitem__(slice(1, None)), "1", "cannot be compared"),
+        (lambda lines: [line.pop(name, 0) for line in lines for name in ("sha256", "ppl")], "1", "another version"),
         (lambda lines: lines[0].pop("flags"), "1", "its record lacks the flags"),
         (lambda lines: lines[0]["flags"].update(colour=3), "1", "there is no flag --colour any more"),
         (lambda lines: lines[0]["flags"].update(gamma=0), "1", "--gamma: must be a whole number"),
