@@ -73,9 +73,9 @@ class CudaModel(CachedModel):
         return step(self, *inputs)
 
     def capture(self, key: tuple[Any, ...], step: Step, leaves: Sequence[Any], spec: TreeSpec) -> Any:
-        """The result of a step at its first use; captures its graph for later uses. The first use is computed eagerly:
-        so libraries choose kernels and allocate memory before the capture, and the result is right even if the capture
-        fails."""
+        """The result of a step at its first use; captures its graph for later uses. The first use is computed eagerly,
+        and once more by compiled code: so libraries choose kernels and allocate memory before the capture, and there is
+        a result even if the capture fails."""
         if (pool := POOLS.get(self.device)) is None:
             pool = POOLS[self.device] = Pool(self.device)
         copies, graph = [x.clone() if isinstance(x, Tensor) else x for x in leaves], torch.cuda.CUDAGraph()
@@ -86,7 +86,7 @@ class CudaModel(CachedModel):
             forwards = self.forwards
             first = step(self, *tree_unflatten(leaves, spec))
             if self.forwards > forwards and self.compiles:
-                self.compile(step, own)
+                first = self.compile(step, own, first)
             try:
                 with torch.cuda.graph(graph, pool.handle, pool.stream):
                     results = step(self, *own)
@@ -102,17 +102,22 @@ class CudaModel(CachedModel):
         now.wait_stream(pool.stream)
         return first
 
-    def compile(self, step: Step, inputs: Sequence[Any]) -> None:
-        """Compile the forward for a step by computing it once more: it writes the same to the same slots."""
+    def compile(self, step: Step, inputs: Sequence[Any], first: Any) -> Any:
+        """Compile the forward for a step by computing it once more, in the same slots. Returns the result of what is
+        in these slots now: compiled code rounds otherwise, so a draft may draw and read other tokens than at first.
+
+        first: the result without it.
+        """
         try:
             self.fused = torch.compile(self.model, fullgraph=True)
             with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
-                step(self, *inputs)
-        except RuntimeError as error:
+                return step(self, *inputs)
+        except Exception as error:  # Triton's, and that of the limit, are no RuntimeError.
             self.fused, self.compiles = None, False
             reason = " ".join(str(error).split())[:200]
             words = f"the step {step.__name__} and all others are captured without torch.compile"
             print(f"{self.name}: {words} ({reason})", file=sys.stderr)
+            return first
 
     def network(self, tokens: Tensor) -> Callable[..., Any]:
         return self.model if self.fused is None or tokens.shape[1] > COMPILED else self.fused

@@ -79,12 +79,15 @@ def shrink(config: PretrainedConfig) -> None:
     if shared := values.pop("num_kv_shared_layers", 0):  # This number of last layers read the keys of earlier ones.
         layers = min(2 * layers, depth)
         config.num_kv_shared_layers = min(shared, layers // 2)
+    new = [i for i, kind in enumerate(kinds) if i >= layers and kind not in kinds[:i]]
+    later = [] if shared else new[: layers // 2]
+    kept = [*range(layers - len(later)), *later]  # The last ones are of the kinds that come later.
     heads = next((values[name] for name in ("num_attention_heads", "n_head", "n_heads") if name in values), 0)
     width = values.get("head_dim") or values.get("hidden_size", 0) // (heads or 1) or HEAD
     for name, value in values.items():
         small: Any
         if name in per_layer:
-            small = [size_of(name, entry, heads) for entry in value[:layers]]
+            small = [size_of(name, value[i], heads) for i in kept]
         elif re.fullmatch(COUNTS_LAYERS, name):
             small = min(value, layers)
         elif name.endswith("_token_id"):

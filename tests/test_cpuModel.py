@@ -339,9 +339,10 @@ def test_a_wrong_draw_is_seen(mistake):
     assert not torch.equal(result[0], wanted[0]) or not torch.allclose(result[1], wanted[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 @torch.inference_mode()
-def test_from_logits_of_nan_no_token_is_drawn_and_the_next_forward_is_as_ever():
-    eager, model = both()
+def test_from_logits_of_nan_no_token_is_drawn_and_the_next_forward_is_as_ever(kind):
+    eager, model = both(kind)
     for each in eager, model:
         each.model.get_input_embeddings().weight[7] = torch.nan
     for tokens in torch.tensor([[5, 7]]), torch.tensor([[5, 9], [7, 8], [3, 3]]):

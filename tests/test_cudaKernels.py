@@ -13,6 +13,7 @@ import pytest
 import softwareCuda
 import torch
 from test_specSampling import PROMPTS, near
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from engine.compiling import compiled
@@ -83,11 +84,12 @@ def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
     assert len(widths) == before  # Replays compute no Python.
 
 
-def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(gpu, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [RuntimeError, FailOnRecompileLimitHit])
+def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(gpu, monkeypatch, capsys, error):
     """One line names the model, the step and the reason."""
 
     def fails(**inputs):
-        raise RuntimeError("no such\noperator")
+        raise error("no such\noperator")
 
     monkeypatch.setattr(torch, "compile", lambda model, fullgraph: fails)
     target = captured(helpers.tiny())

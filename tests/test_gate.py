@@ -16,6 +16,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MistralForCausalLM,
+    Qwen2Config,
 )
 
 from decoding.tree import Places
@@ -48,6 +49,8 @@ def test_a_twin_has_small_windows_layers_of_each_kind_and_shared_heads():
     assert config.sliding_window == 16 and config.max_position_embeddings == context_of(config) == 128
     config = twin_of(Gemma3TextConfig()).config
     assert set(config.layer_types) == {"sliding_attention", "full_attention"} and config.num_hidden_layers <= 8
+    late = Qwen2Config(num_hidden_layers=28, use_sliding_window=True, max_window_layers=21)
+    assert twin_of(late).config.layer_types == 7 * ["full_attention"] + ["sliding_attention"]
     for heads, groups, of_twin in ((32, 32, 4), (32, 8, 2), (32, 1, 1), (3, 3, 4)):
         sizes = {"num_attention_heads": heads, "num_key_value_heads": groups, "hidden_size": 16 * heads}
         assert twin_of(LlamaConfig(**sizes)).config.num_key_value_heads == of_twin

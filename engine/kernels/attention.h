@@ -32,7 +32,8 @@ struct Scores {
     float operator()(float x) const {
         if (cap == 0) return scale * x;
         float e = expf(-std::min(std::abs(x) * scale * 2 / cap, 80.f)), y = cap * (1 - e) / (1 + e);
-        return x < 0 ? -y : y;
+        // With -ffast-math std::min gives 80 for nan, which would become the cap: a number like any other.
+        return is_nan(&x) ? x : x < 0 ? -y : y;
     }
 #ifdef __AVX512F__
     __m512 operator()(__m512 x) const {

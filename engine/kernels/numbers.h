@@ -32,6 +32,16 @@ static inline void narrow(float x, bf16* to) {  // Rounds to nearest, ties to ev
     std::memcpy(&bits, &x, 4);
     *to = (bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // nan stays nan.
 }
+static inline int32_t bits_of(float x) {
+    int32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+
+// Tests the bits: with -ffast-math, the compiler assumes that every float is finite. The first number of a distribution
+// is enough, because a distribution is nan everywhere or nowhere.
+static inline bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
+
 #ifdef __AVX512F__
 // The mask of the first n of 16 lanes.
 static inline __mmask16 first(long n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1; }

@@ -3,16 +3,6 @@
 #pragma once
 #include "numbers.h"
 
-static int32_t bits_of(float x) {
-    int32_t bits;
-    std::memcpy(&bits, &x, 4);
-    return bits;
-}
-
-// Tests the bits: with -ffast-math, the compiler assumes that every float is finite. The first number of a distribution
-// is enough, because a distribution is nan everywhere or nowhere.
-static bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
-
 static float total(const float* x, long n) {
     float sum = 0;
     for (long i = 0; i < n; i++) sum += x[i];
