@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakValueDictionary
@@ -25,7 +26,8 @@ from decoding.tree import Places, Tree
 from decoding.treeRules import TreeRule
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from utils import Sampling, penalised, upload
+from engine.gate import TOLERANCE
+from utils import Sampling, out_of_memory, penalised, upload
 
 CHUNK = 64  # Capacities and the tokens of a prompt are rounded up to multiples of this, so that few graphs serve all.
 COMPILED = 16  # Blocks of at most this many tokens are worth compiling: the time of others is in few large kernels.
@@ -86,7 +88,7 @@ class CudaModel(CachedModel):
             forwards = self.forwards
             first = step(self, *tree_unflatten(leaves, spec))
             if self.forwards > forwards and self.compiles:
-                first = self.compile(step, own, first)
+                first = self.compile(step, own)
             try:
                 with torch.cuda.graph(graph, pool.handle, pool.stream):
                     results = step(self, *own)
@@ -102,22 +104,30 @@ class CudaModel(CachedModel):
         now.wait_stream(pool.stream)
         return first
 
-    def compile(self, step: Step, inputs: Sequence[Any], first: Any) -> Any:
+    def compile(self, step: Step, inputs: Sequence[Any]) -> Any:
         """Compile the forward for a step by computing it once more, in the same slots. Returns the result of what is
         in these slots now: compiled code rounds otherwise, so a draft may draw and read other tokens than at first.
-
-        first: the result without it.
         """
         try:
-            self.fused = torch.compile(self.model, fullgraph=True)
+            fused = torch.compile(self.model, fullgraph=True)
+            self.fused = partial(self.compared, fused)
             with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
-                return step(self, *inputs)
+                result = step(self, *inputs)
+            self.fused = fused
+            return result
         except Exception as error:  # Triton's, and that of the limit, are no RuntimeError.
             self.fused, self.compiles = None, False
             reason = " ".join(str(error).split())[:200]
             words = f"the step {step.__name__} and all others are captured without torch.compile"
             print(f"{self.name}: {words} ({reason})", file=sys.stderr)
-            return first
+            return step(self, *inputs)  # What failed may have written something else.
+
+    def compared(self, fused: Callable[..., Any], **inputs: Any) -> Any:
+        """The outputs of the compiled forward. Raises RuntimeError if they are not the model's."""
+        logits, outputs = self.model(**inputs).logits.float(), fused(**inputs)
+        if not (outputs.logits.float() - logits).norm() < TOLERANCE.get(self.dtype, 0.1) * logits.norm():
+            raise RuntimeError("compiled, it computes something else")
+        return outputs
 
     def network(self, tokens: Tensor) -> Callable[..., Any]:
         return self.model if self.fused is None or tokens.shape[1] > COMPILED else self.fused
@@ -153,6 +163,8 @@ class CudaModel(CachedModel):
 
             return cudaKernels.sample(penalised(logits, sampling, seen), sampling, u)
         except Exception as error:  # Triton's have no class in common.
+            if out_of_memory(error):
+                raise
             CudaModel.has_kernel = False
             reason = " ".join(str(error).split())[:200]
             print(f"{self.name}: tokens are drawn without Triton's kernel ({reason})", file=sys.stderr)

@@ -68,7 +68,7 @@ def run_record(inputs: Inputs, models: LoadedModels, argv: Sequence[str]) -> Run
     roles = {
         role: model_record(folder.name, model_version(folder), models[role]) for role, folder in inputs.folders.items()
     }
-    if inputs.copies and settings.models.bits:  # The codes follow from the weights and a text that the target wrote.
+    if inputs.copies and settings.models.bits:  # The codes follow from the weights.
         version = f"{roles['target']['version']}, {inputs.copies.version(settings.models.bits)}"
         copy = model_record(models["self"].name, version, models["self"])
         copy["parameters"] = models["target"].parameters
@@ -253,7 +253,10 @@ def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
     """{the kind of a line and what tells it from others of its kind: the line} of those that flags and seed fix."""
     named = {}
     for line in lines:
-        kind, names = name_of_kind(line), ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
+        kind = name_of_kind(line)
+        names: tuple[str, ...] = ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
+        if "mistake" in line:  # It has one method, which older lines do not name.
+            names = tuple(name for name in names if name != "method")
         if COMPARED.get(kind) in line and line.get("repeatable", True):
             named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
     return named

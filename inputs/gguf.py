@@ -157,7 +157,7 @@ def read_gguf_config(folder: Path, about: dict[str, Any], tensors: set[str]) -> 
     architecture = about["general.architecture"]
     fields = {key.removeprefix(f"{architecture}."): value for key, value in about.items()}
     is_gemma = architecture == "gemma3"
-    needed = (*REQUIRED, "attention.key_length", "attention.sliding_window") if is_gemma else REQUIRED
+    needed = (*REQUIRED, "attention.key_length", "attention.sliding_window", "rope.freq_base") if is_gemma else REQUIRED
     if absent := [key for key in needed if key not in fields]:
         raise UserError(f"the GGUF file has no metadata field {architecture}.{absent[0]}; name another file")
     size = int(fields.get("attention.key_length", fields["embedding_length"] // fields["attention.head_count"]))

@@ -61,6 +61,8 @@ def find_model(name: str | Path) -> Path:
         where = f"neither in {files.MODELS.name}/ nor as a path; available: {', '.join(names) or 'none'}"
         remedy = "Download models with downloadModel.py; a hub id is owner/name"
         raise UserError(f"there is no model {str(name)!r}, {where}. {remedy}")
+    if folder.name.endswith(UNFINISHED):
+        raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):
         raise UserError(f"{folder} is no model folder: it has no config.json; download the model again")
     if not isinstance(read_json(folder / "config.json"), dict):

@@ -84,19 +84,37 @@ def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
     assert len(widths) == before  # Replays compute no Python.
 
 
-@pytest.mark.parametrize("error", [RuntimeError, FailOnRecompileLimitHit])
-def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(gpu, monkeypatch, capsys, error):
+def fails_with(error):
+    def compiled(model, fullgraph):
+        def fails(**inputs):
+            raise error("no such\noperator")
+
+        return fails
+
+    return compiled
+
+
+def computes_something_else(model, fullgraph):
+    """The planted mistake of a compiler."""
+    return lambda input_ids, **inputs: model(input_ids=input_ids * 0, **inputs)
+
+
+@pytest.mark.parametrize(
+    "compiler, reason",
+    [
+        (fails_with(RuntimeError), "no such operator"),
+        (fails_with(FailOnRecompileLimitHit), "no such operator"),
+        (computes_something_else, "compiled, it computes something else"),
+    ],
+)
+def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(gpu, monkeypatch, capsys, compiler, reason):
     """One line names the model, the step and the reason."""
-
-    def fails(**inputs):
-        raise error("no such\noperator")
-
-    monkeypatch.setattr(torch, "compile", lambda model, fullgraph: fails)
+    monkeypatch.setattr(torch, "compile", compiler)
     target = captured(helpers.tiny())
     text = regrSampling(PROMPTS[:1], target, 30, GREEDY)[0]
     assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{target.name}: the step draw") and line.endswith("torch.compile (no such operator)")
+    assert line.startswith(f"{target.name}: the step draw") and line.endswith(f"torch.compile ({reason})")
     assert target.graphs and not target.refused
 
 

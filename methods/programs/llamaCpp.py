@@ -16,14 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import gguf
 import numpy as np
-import requests
 
 from methods.programs.program import FOLDER, PIP, Answer, LoadRequest, Program, Row, TextRequest, Weights, run_command
 
-TYPES = gguf.GGMLQuantizationType
-KINDS = {16: TYPES.F16, 8: TYPES.Q8_0, 4: TYPES.Q4_0}  # {bits: how a matrix is stored}
 SURE = 0.5  # how probable a guess must be to the draft
 WAIT = 600  # seconds for the server to write a text
 CMAKE_OPTIONS = {
@@ -73,6 +69,10 @@ class LlamaCpp(Program):
     @staticmethod
     def convert(weights: Weights, folder: Path, bits: int) -> None:
         """Write model.gguf."""
+        import gguf
+
+        types = gguf.GGMLQuantizationType
+        kinds = {16: types.F16, 8: types.Q8_0, 4: types.Q4_0}  # {bits: how a matrix is stored}
         writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
         writer.add_context_length(weights.context)
         writer.add_embedding_length(weights.config["hidden_size"])
@@ -106,10 +106,10 @@ class LlamaCpp(Program):
                 heads = weights.heads if "attn_q" in name else weights.groups
                 halves = weight.reshape(heads, 2, weights.head // 2, *weight.shape[1:])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
-            kind = TYPES.F32
+            kind = types.F32
             if weight.ndim > 1:  # A matrix whose rows are not whole blocks is stored in 16 bits.
-                block, _ = gguf.GGML_QUANT_SIZES[KINDS[bits]]
-                kind = KINDS[16 if weight.shape[-1] % block else bits]
+                block, _ = gguf.GGML_QUANT_SIZES[kinds[bits]]
+                kind = kinds[16 if weight.shape[-1] % block else bits]
             writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -120,6 +120,8 @@ class LlamaCpp(Program):
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             port = str(unused.getsockname()[1])
+        import requests
+
         self.address, self.session = f"http://127.0.0.1:{port}", requests.Session()
         self.session.trust_env = False  # no proxy
         threads = str(request.threads)
