@@ -4,13 +4,14 @@
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
+# `make records`: measures the records of the documentation anew, where the code has changed; goes on where it was stopped.
 # `make report`: a check of the device, then the course report's whole protocol, downloads included, and one page out:
 # courseReport/report.md. For other models TARGET=... DRAFT=... MID=...; smaller: SENTENCES=2 MAXLEN=40 TOKENS=3200 DATASETS=sample.
 # Each makes .venv first if it is not there.
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test coverage test-cuda test-zoo style check bench bench-peers report docs clean
+.PHONY: run test coverage test-cuda test-zoo style check bench bench-peers records report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -47,6 +48,11 @@ report: .venv/installed
 	$(VENV) -m scripts.courseReport $(TARGET) $(DRAFT) $(if $(MID),--mid $(MID)) $(if $(OUT),--out $(OUT)) \
 	  $(if $(DATASETS),--data $(DATASETS)) $(if $(TOKENS),--tokens $(TOKENS)) \
 	  --flags "$(if $(DEVICE),--device $(DEVICE)) $(if $(SENTENCES),--sentences $(SENTENCES)) $(if $(MAXLEN),--maxLen $(MAXLEN)) $(FLAGS)"
+
+records: .venv/installed
+	$(VENV) -m scripts.keepRecord
+	$(VENV) -m scripts.render
+	$(VENV) -m scripts.render --check
 
 docs: .venv/installed
 	$(VENV) -m scripts.render

@@ -6,11 +6,13 @@ names. Times are not compared, and neither are texts whose guesses depend on mea
 (`methods.catalogue.repeatable`).
 """
 
+import ast
 import functools
 import hashlib
 import math
 import os
 import platform
+import re
 import shlex
 import socket
 import time
@@ -40,7 +42,7 @@ from utils import UserError
 
 # All source that can change a figure: decoding, its speed, measurement, and statistics.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
-FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark", "report", "scripts")
+FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark")
 SUFFIXES = (".py", ".cpp", ".h")
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
@@ -141,11 +143,24 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 @functools.cache
 def code_version() -> str:
-    """A digest of the source in Python and C++: two records with the same digest come from the same code."""
+    """A digest of the source in Python and C++, without docstrings and comments: two records with the same digest come
+    from the same code."""
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
-    content = [(file.relative_to(files.ROOT).as_posix(), file.read_bytes()) for file in sorted(sources)]
+    content = [(file.relative_to(files.ROOT).as_posix(), without_comments(file)) for file in sorted(sources)]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def without_comments(file: Path) -> str:
+    """What the source in a file does, in words that do not change with its docstrings and comments."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return " ".join(re.sub(r"//[^\n]*", "", text).split())
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def machine(device: str) -> dict[str, Any]:

@@ -1,18 +1,19 @@
-"""Keep a record for the documentation: copy a run into docs/records/.
+"""Measure the records of the documentation, and keep them in docs/records/.
 
-    python -m scripts.keepRecord compare 0a37afb3 --from FOLDER     a run of FOLDER/results.jsonl, as "compare"
-    python -m scripts.keepRecord compare 1 2 3 4 5 --from FOLDER    the newest five, of one command: five processes
-    python -m scripts.keepRecord chat --from FOLDER                 FOLDER/chat.json, or another file of one record
+    python -m scripts.keepRecord                   every record that other code measured: hours, on an idle machine
+    python -m scripts.keepRecord compare head      these
+    python -m scripts.keepRecord chat --from DIR   DIR/chat.json, the record of one file, which its own command wrote
 
-A record replaces the one that was kept under its name. The project's results.txt is that of "first", `python test.py`.
-`python -m scripts.render` then writes the documentation and draws its pictures.
+The runs of a record are written to .records/, or to DIR. Finished runs of the same code and flags that are there are
+not measured again, so it goes on where it was stopped. A record replaces the one that was kept under its name. The
+project's results.txt is that of "first", `python test.py`. `python -m scripts.render` then writes the documentation.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from experiments.intervals import summarize
-from experiments.runRecord import choose_run
+from experiments.runRecord import code_version
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
 from inputs.commandLine import as_command, counted, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
@@ -28,6 +29,30 @@ from inputs.models import read_json
 from report.results import Results
 from utils import UserError
 
+REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
+RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
+OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
+BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"
+MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
+    "first": ("", 1),
+    "compare": ("--compare all --repeats 1 --sentences 5", 5),
+    "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
+    "benchmark-SmolLM2": (f"--compare self,fixed,lookup,{OTHERS} --steps {REAL} {COMPILED} --maxLen 128", 5),
+    "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
+    "categories-SmolLM2": (f"--compare lookup,block,self {REAL} {COMPILED} --prompts sample --maxLen 64", 5),
+    "batch-copy": (f"{BATCHES} {REAL} --draft self", 1),
+    "batch-lookup": (f"{BATCHES} {REAL} --draft lookup", 1),
+    "batch-bundled": ("--sweep batch --compile --maxLen 400 --sentences 16 --repeats 4", 1),
+    "sweep": ("--sweep --temperature 0 0.5 0.85 1 --repeats 1 --sentences 6", 1),
+    "categories": (f"--compare fixed,block,lookup,lookupFirst {COMPILED} --prompts sample --maxLen 96", 5),
+    "lossless": ("--lossless all --tokens 25600 --dtype bfloat16 --compile", 1),
+    "diversity": ("--diversity --repeats 10", 1),
+    "benchmark": (f"--compare all,{OTHERS} --steps {COMPILED} --maxLen 300 --sentences 4", 5),
+    "benchmark-pythia": (
+        f"--compare fixed,block,self,{OTHERS} --steps {RANDOM} {COMPILED} --maxLen 48 --sentences 1",
+        1,
+    ),
+}
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -56,6 +81,10 @@ class Records:
         if name not in self.files:
             raise UserError(f"there is no record {name!r} in docs/records/")
         return self.files[name], []
+
+    def is_stale(self, name: str) -> bool:
+        """Whether a record that a command measures is of other code than today's, or is missing."""
+        return name in MEASURED and (name not in self.runs or self.runs[name][0].get("code") != code_version())
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -106,15 +135,15 @@ def last_name(value: Any) -> Any:
 
 def of_processes(runs: Sequence[Run]) -> Run:
     """One record of several runs of one command: all their timed texts with the number of the process, and what else
-    the first one measured. Raises UserError if they differ or were not finished, or if a figure cannot be right."""
-    for run, lines in runs:
-        if not of_kind(lines, EndLine):
-            raise UserError(f"run {run['run']} was not finished; keep a finished one")
+    the first one measured. Raises UserError if they are of several machines or weights, or a figure cannot be right."""
     heads, (run, lines) = [run for run, _ in runs], runs[0]
-    if differing(heads) or any(head["command"] != run["command"] for head in heads):
+    if differ := differing(heads):
         names = ", ".join(head["run"] for head in heads)
-        raise UserError(f"runs {names} differ in command, code, machine or weights: keep one")
-    numbered = [line | {"process": i} for i, (_, body) in enumerate(runs) for line in body if line["kind"] in TIMED]
+        raise UserError(f"runs {names} differ in {' and '.join(differ)}: measure them anew in another folder (--from)")
+    same = {"run": run["run"]}
+    numbered = [
+        line | same | {"process": i} for i, (_, body) in enumerate(runs) for line in body if line["kind"] in TIMED
+    ]
     timed = cast(list[Line], numbered if len(runs) > 1 else [line for line in lines if line["kind"] in TIMED])
     groups: dict[Any, list[Any]] = {}
     for line in of_kind(timed, SpeedLine):
@@ -127,21 +156,44 @@ def of_processes(runs: Sequence[Run]) -> Run:
     return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 
-def keep_record(root: Path, argv: Sequence[str] | None) -> None:
-    """Copy a record into docs/records/ under a name. The project's results.txt is that of the run "first"."""
+def measure(name: str, folder: Path) -> Run:
+    """The record `name`, of runs in `folder`: those that are missing are measured. Raises UserError if one fails."""
+    flags, processes = MEASURED[name]
+    command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
+    while len(runs := runs_of(flags, folder)) < processes:
+        if len(runs) == before:
+            raise UserError(f"the command of {name} failed: {shlex.join(command)}")
+        print(f"{name}, run {len(runs) + 1} of {processes}: {shlex.join(command)}", flush=True)
+        before = len(runs)
+        subprocess.run([sys.executable, *command])
+    return of_processes(runs[-processes:])
+
+
+def runs_of(flags: str, folder: Path) -> list[Run]:
+    """The finished runs of `test.py` with these flags, and of today's code, in a folder's results.jsonl."""
+    current = [run for run in Results(folder).runs() if run[0].get("code") == code_version()]
+    same = [run for run in current if command_without_places(shlex.split(run[0]["command"])) == flags]
+    return [run for run in same if of_kind(run[1], EndLine)]
+
+
+def keep_records(root: Path, argv: Sequence[str] | None) -> None:
+    """Measure and keep the records that are named, or all that other code measured."""
     parser = script_parser("python -m scripts.keepRecord", __doc__)
-    parser.add_argument("name", type=text, metavar="NAME", help="first, compare, sweep, ..., or of a file")
-    parser.add_argument("run", type=text, nargs="*", metavar="RUN", help="a run's name; 1 is the newest")
-    parser.add_argument("--from", dest="folder", type=path, default=ROOT, metavar="FOLDER", help="(the project's)")
+    parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
+    parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
     args = parser.parse_args(argv)
-    name, file, records = args.name, args.folder / f"{args.name}.json", Records(root)
-    if name == "index" or not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        raise UserError(f"a record cannot have the name {name!r}: it takes letters, digits, dots, - and _")
-    if args.run:
-        store = Results(args.folder)
-        with library_errors(f"{store.lines} has no whole record of it", "measure it again with this version"):
-            run, lines = of_processes([choose_run(store.runs(), store.lines, one) for one in args.run])
-            records.runs[name] = cast(RunLine, without_places(run)), lines
+    args.folder.mkdir(exist_ok=True)
+    for name in args.name or MEASURED:
+        if args.name or Records(root).is_stale(name):
+            keep_record(root, name, args.folder)
+
+
+def keep_record(root: Path, name: str, folder: Path) -> None:
+    """Copy a record into docs/records/ under its name."""
+    file, records = folder / f"{name}.json", Records(root)
+    if name in MEASURED:
+        run, lines = measure(name, folder)
+        records.runs[name] = cast(RunLine, without_places(run)), lines
         for end in of_kind(lines, EndLine):  # The figure of a run that is kept has a name of its own in figures/.
             end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
         index = {key: head["run"] for key, (head, _) in records.runs.items()}
@@ -152,17 +204,19 @@ def keep_record(root: Path, argv: Sequence[str] | None) -> None:
         replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
         if name == "first":
             replace_file(root / "results.txt", Results(root).rendered([records.runs[name]]))
-    elif file.exists():
+    elif name not in records.files:
+        raise UserError(f"there is no record {name!r}; there are {', '.join([*MEASURED, *records.files])}")
+    elif not file.exists():
+        raise UserError(f"{file} is not there; `{command_of(records.files[name])}` writes it")
+    else:
         with library_errors(f"{file} is no record", "name another file"):
             record = json.dumps(without_places(read_json(file)), ensure_ascii=False)
         replace_file(records.folder / file.name, record + "\n")
-    else:
-        raise UserError(f"name the run to keep as {name!r}, or 1 for the newest")
     print(f"Kept as {name!r}. Now render the documentation: python -m scripts.render")
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    return as_command("keepRecord", lambda: keep_record(root, argv), "Nothing was written.")
+    return as_command("keepRecord", lambda: keep_records(root, argv), "What was measured is kept.")
 
 
 if __name__ == "__main__":

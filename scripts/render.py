@@ -26,7 +26,7 @@ from inputs.files import ROOT, replace_file
 from report.figures import draw_batches, draw_categories, draw_lossless, draw_speed, draw_sweep, draw_trainings
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, TRAININGS
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import Records
+from scripts.keepRecord import MEASURED, Records
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -127,6 +127,9 @@ def render(root: Path, check: bool) -> int:
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
+        faults += [
+            f"record {name} was measured by other code: make records" for name in filter(records.is_stale, MEASURED)
+        ]
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
     for path, text in changed.items():

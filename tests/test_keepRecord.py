@@ -2,7 +2,9 @@
 
 import json
 import re
+import shlex
 
+import pytest
 from conftest import refused
 from test_speed import measurement
 
@@ -11,58 +13,66 @@ from report.results import Results
 from scripts import keepRecord, render
 
 
-def test_a_run_is_kept_in_place_of_the_one_before(copy, tmp_path, capsys):
-    records = render.Records(copy)
-    run, lines = records["first"]
-    command = "--out /elsewhere --head /elsewhere/my-head --texts=/elsewhere"
-    again = run | {"run": "feedbeef", "folder": "/elsewhere", "command": command}
-    again["flags"] = run["flags"] | {"out": "/elsewhere", "head": "/elsewhere/my-head"}
-    store = Results(tmp_path)
-    for line in again, *lines:
-        store.append(**line | {"run": "feedbeef"})
-    assert keepRecord.main(["first", "1", "--from", str(tmp_path)], copy) == 0
+@pytest.fixture
+def measured(copy, monkeypatch, tmp_path):
+    """`keepRecord NAME ...` with the folder tmp_path/runs, where a command measures what the record of today says."""
+    folder, commands = tmp_path / "runs", []
+    (run, lines), code = render.Records(copy)["first"], keepRecord.code_version()
+
+    def measure(command):
+        commands.append(command)
+        name, unfinished = f"feed{len(commands)}", len(commands) == measure.stopped
+        head = run | {"code": code, "folder": "/elsewhere", "command": shlex.join(command[2:]), "run": name}
+        for line in head, *(lines[:-1] if unfinished else lines):
+            Results(folder).append(**line | {"run": name})
+        if unfinished:
+            raise KeyboardInterrupt
+
+    measure.stopped = measure.code = None
+    monkeypatch.setattr(keepRecord.subprocess, "run", measure)
+    monkeypatch.setattr(keepRecord, "MEASURED", {"first": ("--head head", 2), "other": ("--lossless", 1)})
+    return lambda *words: keepRecord.main([*words, "--from", str(folder)], copy), commands, measure
+
+
+def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one_before(copy, measured, capsys):
+    keep, commands, measure = measured
+    records, measure.stopped = render.Records(copy), 2
+    assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("rounds")
+    assert render.main(["--check"], copy) == 1
+    assert "record first was measured by other code: make records\n" in capsys.readouterr().out
+    assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
+    assert keep() == 0 and [command[2] for command in commands] == ["--head"] * 3 + ["--lossless"]
     after = render.Records(copy)
-    assert after["first"][0]["run"] == "feedbeef" and [*after.runs] == [*records.runs]
-    assert all(after[name] == records[name] for name in after.runs if name != "first")
-    kept, own = after["first"]
-    assert kept["command"] == "--head my-head" and kept["flags"]["head"] == "my-head"
-    assert "folder" not in kept and "out" not in kept["flags"]
-    assert [line | {"run": run["run"]} for line in own] == lines
+    assert not after.is_stale("first") and not after.is_stale("other")
+    assert all(after[name] == records[name] for name in records.runs if name != "first")
+    kept, lines = after["first"]
+    assert kept["command"] == "--head head" and "folder" not in kept and kept["run"] == "feed1"
+    assert {line["process"] for line in lines if line["kind"] == "speed"} == {0, 1}
     written = [(copy / name).read_text() for name in ("docs/records/results.jsonl", "results.txt")]
     assert not any("elsewhere" in text for text in written)
-    assert re.findall(r"^Run (\w+) of", written[1], re.M) == ["feedbeef"]  # what `make run` writes
-    assert render.main([], copy) == 0 and "Written: README.md\n" in capsys.readouterr().out
-    assert render.main(["--check"], copy) == 0, capsys.readouterr().out
+    assert re.findall(r"^Run (\w+) of", written[1], re.M) == ["feed1"]  # what `make run` writes
+    assert keep() == 0 and len(commands) == 4
 
 
-def test_a_run_that_is_not_there_or_not_finished_is_refused(copy, tmp_path, capsys):
+def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tmp_path, capsys):
+    keep, _, _ = measured
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/rounds.json").write_text("[]")
+    monkeypatch.setattr(keepRecord.subprocess, "run", lambda command: None)
     before = (copy / "docs/records/results.jsonl").read_text()
-    run, _ = render.Records(copy)["first"]
-    (tmp_path / "index.json").write_text("{}")
-    (tmp_path / "other.json").write_text("[]")
-    wrong = {"first 1": "", "first": "name the run", "index": "cannot have the name", "other": "is no record"}
-    for words, reason in (wrong | {"../other": "cannot have", "unheard-of": "name the run"}).items():
-        assert keepRecord.main([*words.split(), "--from", str(tmp_path)], copy) == 2
+    wrong = {"first": "the command of first failed", "rounds": "is no record", "chat": "is not there; `python test.py "}
+    for name, reason in (wrong | {"../other": "there is no record", "index": "there is no record"}).items():
+        assert keep(name) == 2
         error = capsys.readouterr().err
         assert error.startswith("keepRecord: error: ") and error.count("\n") == 1 and reason in error
-    Results(tmp_path).append(**run)
-    for asked in ("1", run["run"]):
-        assert keepRecord.main(["first", asked, "--from", str(tmp_path)], copy) == 2
-        assert "was not finished" in capsys.readouterr().err
-    Results(tmp_path).append(**{field: run[field] for field in ("kind", "machine", "models", "command")}, run="old")
-    Results(tmp_path).append(kind="end", run="old")
-    assert keepRecord.main(["first", "old", "--from", str(tmp_path)], copy) == 2
-    assert "has no whole record of it ('flags')" in capsys.readouterr().err
     assert (copy / "docs/records/results.jsonl").read_text() == before
 
 
 def test_a_record_of_one_file_is_kept_under_its_name(copy, tmp_path, capsys):
-    record = render.Records(copy)["rounds"][0] | {"program": "-m scripts.another", "command": "--out /elsewhere"}
-    (tmp_path / "other.json").write_text(json.dumps(record))
-    assert keepRecord.main(["other", "--from", str(tmp_path)], copy) == 0
-    assert render.Records(copy)["other"][0]["command"] == ""
-    assert render.main([], copy) == 0 and capsys.readouterr().out.endswith("\nWritten: docs/records/README.md\n")
-    assert "| `other` | other.json | `python -m scripts.another` |" in (copy / "docs/records/README.md").read_text()
+    record = render.Records(copy)["rounds"][0] | {"command": "--out /elsewhere --head /elsewhere/my-head"}
+    (tmp_path / "rounds.json").write_text(json.dumps(record))
+    assert keepRecord.main(["rounds", "--from", str(tmp_path)], copy) == 0
+    assert render.Records(copy)["rounds"][0]["command"] == "--head my-head"
 
 
 def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused():
@@ -81,8 +91,8 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
     assert [line.get("process") for line in lines] == [0] * 16 + [1] * 16 + [None]
     (row,) = [row for row in summarize(lines[:-1]) if row["method"] == "fixed"]
     assert row["speedup"].low < 2.1 < row["speedup"].high
-    for other in {"code": "e"}, {"command": "f"}, {"machine": {"threads": 1}}:
-        with refused("one", "two", "differ"):
+    for other in {"code": "e"}, {"machine": {"threads": 1}}:
+        with refused("one", "two", f"differ in {[*other][0]}"):
             keepRecord.of_processes([run("one", 2.0), run("two", 2.0, **other)])
     with refused("fixed is 3.00 times", "2.50 tokens", "Measure again"):
         keepRecord.of_processes([run("one", 3.0)])

@@ -207,9 +207,17 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
         assert there() == here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
         (tmp_path / "engine" / "note.txt").write_text("no source")
         assert there() == here
-        with open(tmp_path / "engine" / "kernels" / "choose.cpp", "a") as file:
-            file.write("// another")
-        assert there() != here
+        changes = {
+            "utils.py": ("# a comment\n", "x = 1\n"),
+            "engine/kernels/choose.cpp": ("// a comment\n", "int x;\n"),
+        }
+        for name, (comment, code) in changes.items():
+            source = (tmp_path / name).read_text()
+            (tmp_path / name).write_text(source + comment)
+            assert there() == here
+            (tmp_path / name).write_text(source + code)
+            assert there() != here
+            (tmp_path / name).write_text(source)
     finally:
         runRecord.code_version.cache_clear()
 
