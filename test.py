@@ -86,7 +86,7 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
 
     try:
         measure_all(inputs, models, append)
-        append({"kind": "end", "figures": figures.draw_figures(store.run(name)[1], store.lines.parent, name)})
+        append({"kind": "end", "figures": figures.draw_figures(*store.run(name), store.lines.parent)})
     finally:
         try:
             store.render()

@@ -11,11 +11,21 @@ import matplotlib
 import numpy as np
 
 from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
-from experiments.schema import BatchCostsLine, CostsLine, EngineLine, Line, LosslessLine, PowerLine, SpeedLine, of_kind
+from experiments.schema import (
+    BatchCostsLine,
+    CostsLine,
+    EngineLine,
+    Line,
+    LosslessLine,
+    PowerLine,
+    RunLine,
+    SpeedLine,
+    of_kind,
+)
 from experiments.sweep import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import ALONE, Prediction, swept_texts
+from report.runTables import ALONE, Prediction, measured_on, swept_texts
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -36,7 +46,7 @@ THEORIES = (  # key of `sweep.predict`, style of the line, label
 )
 
 
-def draw_figures(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
+def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]:
     """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
     timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     needed = {
@@ -47,18 +57,18 @@ def draw_figures(lines: Sequence[Line], folder: Path, run: str) -> list[str]:
         draw_lossless: of_kind(lines, LosslessLine),
     }
     drawers = [drawer for drawer, of_run in needed.items() if of_run]
-    names = [f"figures/{drawer.__name__.removeprefix('draw_')}-{run}.png" for drawer in drawers]
+    names = [f"figures/{drawer.__name__.removeprefix('draw_')}-{run['run']}.png" for drawer in drawers]
     for name, drawer in zip(names, drawers):
-        drawer(lines, folder / name)
+        write_figure(drawer(lines), folder / name, measured_on(run, lines))
     return names
 
 
-def write_figure(figure: Figure, path: Path) -> Path:
-    """Write a figure as a file, in a folder that is created if it is missing. Returns the path."""
+def write_figure(figure: Figure, path: Path, about: str) -> None:
+    """Write a figure as a file, in a folder that is created if it is missing. about: a line under it."""
     path.parent.mkdir(exist_ok=True)
+    figure.supxlabel(visible(about), x=0.01, ha="left", fontsize=7, color=GREY, parse_math=False)
     figure.savefig(path)
     plt.close(figure)
-    return path
 
 
 def bars_of(figures: Iterable[Interval]) -> str:
@@ -67,9 +77,9 @@ def bars_of(figures: Iterable[Interval]) -> str:
     return "intervals or ranges" if len(kinds) > 1 else "ranges" if True in kinds else "95 % intervals"
 
 
-def draw_speed(lines: Sequence[Line], path: Path) -> Path:
+def draw_speed(lines: Sequence[Line]) -> Figure:
     """Draw tokens per second by method of --compare as bars, the fastest first. Hatched: a test tells the text from the
-    target's. Returns the path."""
+    target's."""
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
     speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
     rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
@@ -91,11 +101,11 @@ def draw_speed(lines: Sequence[Line], path: Path) -> Path:
     others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
     others += ", hatched where a test tells the text from the target's" if engines else ""
     axes.set_title(f"medians, {bars_of(row['throughput'] for row in rows)}{others}")
-    return write_figure(figure, path)
+    return figure
 
 
-def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the speed-up over gamma beside theory, and of several temperatures also as a heat map. Returns the path."""
+def draw_sweep(lines: Sequence[Line]) -> Figure:
+    """Draw the speed-up over gamma beside theory, and of several temperatures also as a heat map."""
     costs = sorted(of_kind(lines, CostsLine), key=lambda cost: cost["temperature"])
     costs = [cost for cost in costs if cost["promptLen"] == of_kind(lines, CostsLine)[0]["promptLen"]]
     predictions = [predict(swept_texts(lines, cost), cost) for cost in costs]
@@ -122,7 +132,7 @@ def draw_sweep(lines: Sequence[Line], path: Path) -> Path:
     if several:
         rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
         draw_heat_map(figure, grid[0, 1], rows, "temperature")
-    return write_figure(figure, path)
+    return figure
 
 
 def reach_of(rows: Mapping[Any, Prediction]) -> float:
@@ -142,7 +152,8 @@ def draw_heat_map(
         for row in prediction["rows"]:
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
     # No speed-up is below 0, so where they go far beyond 2, half the speed lies opposite twice the speed.
-    norm = LogNorm(1 / (1 + reach), 1 + reach) if reach > 1 else Normalize(1 - reach, 1 + reach)
+    low, high = (1 / (1 + reach) if reach > 1 else 1 - reach), 1 + reach
+    norm = (LogNorm if reach > 1 else Normalize)(low, high)
     axes.spines[:].set_visible(True)
     image = axes.imshow(ratios, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
@@ -154,12 +165,12 @@ def draw_heat_map(
     axes.set_xticks(range(len(gammas)), gammas)
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_title("speed-up over plain decoding; bold: the best gamma")
-    figure.colorbar(image, ax=axes, pad=0.02)
+    ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4) if low <= tick <= high]
+    figure.colorbar(image, ax=axes, pad=0.02).set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
 
 
-def draw_batches(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory, in the same colours.
-    Returns the path."""
+def draw_batches(lines: Sequence[Line]) -> Figure:
+    """Draw the map of `--sweep batch`: the speed-up by batch and gamma, measured and by theory, in the same colours."""
     measured, by_theory = {}, {}
     for batch, prediction in predict_batches(lines).items():
         name = f"{batch} ({median(prediction['plain'])})"
@@ -173,38 +184,37 @@ def draw_batches(lines: Sequence[Line], path: Path) -> Path:
     for axes, (title, predictions) in zip(grid[0], panels.items()):
         draw_heat_map(figure, axes, predictions, "batch (tokens/s of plain decoding)", reach)
         axes.set_title(f"speed-up, {title}; bold: the best gamma")
-    return write_figure(figure, path)
+    return figure
 
 
-def draw_categories(lines: Sequence[Line], path: Path) -> Path:
+def draw_categories(lines: Sequence[Line]) -> Figure:
     """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
-    mode that has such a table. Returns the path."""
+    mode that has such a table."""
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4))
     width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
-    top = 1.0
     for number, (method, colour) in enumerate(zip(methods, colours)):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
         places = np.arange(len(groups)) + width * (number - (len(methods) - 1) / 2)
-        axes.bar(places, middle, 0.9 * width, color=colour, label=name_of(method))
+        axes.bar(places, middle - 1, 0.9 * width, bottom=1, color=colour, label=name_of(method))
         axes.errorbar(places, middle, np.nan_to_num([middle - low, high - middle]), fmt="none", color=DARK, capsize=2)
-        top = np.nanmax(middle, initial=top)
-    axes.set_ylim(0, 1.6 * top)  # The range of a category with a text of a few tokens leaves the figure.
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
     names = [fill("overall" if name == OVERALL else visible(name, ""), 16) for name in groups]
     axes.set_xticks(range(len(groups)), names, parse_math=False)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(ylabel="speed-up over plain decoding")
     bars = f"95 % intervals, or ranges of fewer than {FEW} questions"
-    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}, cut at the top")
+    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}")
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    return write_figure(figure, path)
+    return figure
 
 
-def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
-    """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes. Returns the path."""
+def draw_lossless(lines: Sequence[Line]) -> Figure:
+    """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes."""
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
@@ -217,7 +227,7 @@ def draw_lossless(lines: Sequence[Line], path: Path) -> Path:
     below.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
     bar = figure.colorbar(image, ax=[above, below], extend="both", aspect=35, pad=0.01)
     bar.set_label("z of the bin's count: 0 if it is as the target's distribution says")
-    return write_figure(figure, path)
+    return figure
 
 
 def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
@@ -237,26 +247,32 @@ def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
     return image
 
 
-def draw_trainings(record: Mapping[str, Any], path: Path) -> Path:
-    """Draw the acceptance on held-out text over the tokens of training: of a head by position, of variants one line
-    each. Returns the path."""
+def draw_trainings(record: Mapping[str, Any]) -> Figure:
+    """Draw the acceptance on held-out text over the minutes of training: of a head by position, of variants one line
+    each, with its name at its end."""
     figure, axes = plt.subplots(figsize=(8, 4.4))
-    lines = {name: [(m["tokens"], m["alpha"]) for m in v["history"]] for name, v in record["variants"].items()}
+    lines = {name: [(m["seconds"], m["alpha"]) for m in v["history"]] for name, v in record["variants"].items()}
     if len(lines) == 1:
         ((name, history),) = ((name, v["history"]) for name, v in record["variants"].items())
         lines = {"all tested guesses": lines[name]} | {
-            f"guess {i + 1}": [(m["tokens"], m["acceptance"][i]) for m in history]
+            f"guess {i + 1}": [(m["seconds"], m["acceptance"][i]) for m in history]
             for i in range(len(history[0]["acceptance"]))
         }
+    ends, below = {}, np.inf
     for number, (name, points) in enumerate(lines.items()):
-        tokens, shares = zip(*points)
-        whole = number == 0
-        colour = "#2c3e50" if whole else plt.cm.plasma(0.95 * number / len(lines))
-        style = {"linestyle": "-" if whole else "--", "linewidth": 2.2 if whole else 1.2, "color": colour}
-        axes.plot([count / 1e6 for count in tokens], shares, label=name, **style)
-        if whole:
-            axes.annotate(f"{shares[-1]:.3f}", (tokens[-1] / 1e6, shares[-1]), fontsize=8)
-    axes.set(xlabel="tokens of training, millions", ylabel="share of tested guesses that pass")
+        seconds, shares = zip(*points)
+        colour = DARK if number == 0 else plt.cm.tab10(number)
+        minutes = [second / 60 for second in seconds]
+        axes.plot(minutes, shares, label=name, color=colour, linewidth=1.2 if number else 2.2)
+        ends[name] = minutes[-1], shares[-1], colour
+    low, high = axes.get_ylim()
+    last = max(minutes for minutes, _, _ in ends.values())
+    for name, (minutes, share, colour) in sorted(ends.items(), key=lambda end: -end[1][1]):
+        below = min(share, below - 0.05 * (high - low))  # No name covers another.
+        axes.annotate(
+            f"{name}  {share:.3f}", (minutes, share), (1.04 * last, below), va="center", fontsize=8, color=colour,
+            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5},
+        )  # fmt: skip
+    axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass", xlim=(0, 1.3 * last))
     axes.set_title(f"{record['models']['target']['name']}, text that is held out")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    return write_figure(figure, path)
+    return figure

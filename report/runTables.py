@@ -93,6 +93,14 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     )
 
 
+def measured_on(record: Mapping[str, Any], lines: Iterable[Line] = ()) -> str:
+    """Where a record's figures were measured: processor, device, models, the dtype of timed texts, torch, the day."""
+    machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
+    dtype = next((line["dtype"] for line in of_kind(lines, SpeedLine)), record.get("dtype"))
+    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
+    return "; ".join(filter(None, (place, models, dtype, f"torch {machine['torch']}", record["time"][:10])))
+
+
 def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLine]) -> Iterator[RenderableType]:
     """The methods of one mode and one prompt length, and how acceptance depends on the position. engines: what is known
     of the methods of other programs."""

@@ -23,10 +23,11 @@ from typing import Any, cast
 from experiments.intervals import summarize
 from experiments.runRecord import code_version
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
-from inputs.commandLine import as_command, counted, path, script_parser, text
+from inputs.commandLine import as_command, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
 from report.results import Results
+from report.runTables import measured_on
 from utils import UserError
 
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
@@ -96,11 +97,7 @@ def command_of(record: Mapping[str, Any]) -> str:
 
 def source(record: Mapping[str, Any], lines: Iterable[Line] = ()) -> str:
     """The line under a table: how, with what and where its figures were measured, and the dtype of timed texts."""
-    machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
-    dtype = next((line["dtype"] for line in of_kind(lines, SpeedLine)), record.get("dtype"))
-    place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
-    parts = f"`{command_of(record)}`", place, models, dtype, f"torch {machine['torch']}", record["time"][:10]
-    return "; ".join(filter(None, parts)) + "."
+    return f"`{command_of(record)}`; {measured_on(record, lines)}."
 
 
 def differing(runs: Iterable[RunLine]) -> list[str]:

@@ -18,12 +18,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
-from report.figures import draw_batches, draw_categories, draw_lossless, draw_speed, draw_sweep, draw_trainings
+from report.figures import (
+    draw_batches,
+    draw_categories,
+    draw_lossless,
+    draw_speed,
+    draw_sweep,
+    draw_trainings,
+    write_figure,
+)
+from report.runTables import measured_on
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, TRAININGS
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import MEASURED, Records
@@ -34,7 +44,7 @@ BLOCK = re.compile(
     r"<!-- begin (?P<name>[a-zA-Z0-9.+-]+) -->(?P<content>(?:(?!<!-- (?:begin|end) ).)*?)<!-- end (?P=name) -->", re.S
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
-FIGURES: dict[str, Callable[[Any, Path], object]] = {  # of the lines of a run, or of a record of one file
+FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of a record of one file
     "sweep": draw_sweep,
     "lossless": draw_lossless,
     **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), draw_batches),
@@ -104,7 +114,7 @@ def draw_picture(picture: str, records: Records) -> None:
     path, (record, lines), digest = records.root / picture, records[PICTURES[picture]], digest_of(picture, records)
     if path.suffix == ".gif":
         return draw_rounds(record, path, digest)
-    FIGURES[PICTURES[picture]](lines or record, path)
+    write_figure(FIGURES[PICTURES[picture]](lines or record), path, measured_on(record, lines))
     info = PngInfo()
     info.add_text(DIGEST, digest)
     with Image.open(path) as image:

@@ -250,7 +250,7 @@ def test_what_a_round_allows_is_theorys():
     assert str(round_table(alone).rows[-1][-1]) == f"{2.44 / 1.2:.2f}"  # no draft model: a guess costs nothing
 
 
-def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatched(tmp_path, monkeypatch):
+def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatched():
     common = {"kind": "speed", "mode": "compare", "promptLen": 8, "prompt": 0, "prompt_tokens": 8, "tokens": 4}
     common |= {"ttft": 0.1, "tpot": 0.1, "report_tpot": 0.1, "tokens_per_round": 1.0, "seconds": 1.0, "rounds": 3}
     common |= {"drafted": 0, "accepted": 0, "acceptance_by_position": []}
@@ -259,9 +259,7 @@ def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatch
     engine = {"kind": "lossless", "test": "engine", "failed": None, "quantised": False}
     lines.append(engine | {"method": "vllm:lookup", "drawn": {"seen_by": ["surprise"], "impossible": 0}})
     lines.append(engine | {"method": "llama.cpp:int8", "drawn": {"seen_by": [], "impossible": 0}})
-    monkeypatch.setattr(figures.plt, "close", lambda figure: None)
-    figures.draw_speed(lines, tmp_path / "speed.png")
-    axes = figures.plt.gcf().axes[0]
+    (axes,) = figures.draw_speed(lines).axes
     widths = [bar.get_width() for bar in axes.patches]
     assert widths == sorted(widths) and len(widths) == len(summarize(lines[:12]))
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [True, False, False, False]

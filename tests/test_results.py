@@ -12,7 +12,6 @@ from io import StringIO
 
 import pytest
 from conftest import ROOT, refused
-from PIL import Image
 from rich.console import Console
 from rich.text import Text
 
@@ -226,14 +225,15 @@ def test_intervals_and_ranges_have_their_own_notation():
 
 
 @pytest.mark.parametrize("name", ["head-bundled-target", "ablation-bundled-target"])
-def test_the_figure_of_a_training_has_a_line_for_each_guess_or_variant(tmp_path, monkeypatch, name):
-    drawn, record = [], json.loads((ROOT / "docs" / "records" / f"{name}.json").read_text())
-    monkeypatch.setattr(figures, "write_figure", lambda figure, path: drawn.append(figure) or path)
-    assert figures.draw_trainings(record, tmp_path / "figure.png") == tmp_path / "figure.png"
+def test_the_figure_of_a_training_has_a_line_for_each_guess_or_variant(name):
+    record = json.loads((ROOT / "docs" / "records" / f"{name}.json").read_text())
     of_one = ["all tested guesses", *map("guess {}".format, (1, 2, 3, 4))]
     names = [*record["variants"]] if len(record["variants"]) > 1 else of_one
-    (axes,) = drawn[0].axes
-    assert [line.get_label() for line in axes.lines] == names
+    (axes,) = figures.draw_trainings(record).axes
+    assert (
+        {line.get_label() for line in axes.lines} == {text.get_text().split("  ")[0] for text in axes.texts} == {*names}
+    )
+    assert len({line.get_color() for line in axes.lines}) == len(names)
     figures.plt.close("all")
 
 
@@ -403,14 +403,16 @@ def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
         lines.append(sweep_costs(temperature, top_p=1.0))
         speeds = dict(zip(("target", "gamma 1", "gamma 2"), speeds))
         lines += speed_lines(speeds, 3, mode="sweep", temperature=temperature)
-    one = figures.draw_sweep([line for line in lines if line["temperature"] == 0], tmp_path / "one.png")
-    assert one.read_bytes().startswith(b"\x89PNG")
+    one = figures.draw_sweep([line for line in lines if line["temperature"] == 0])
     costs = [line for line in lines if line["kind"] == "costs"]
     figure, axes = figures.plt.subplots()
     rows = {cost["temperature"]: predict(swept_texts(lines, cost), cost) for cost in costs}
     figures.draw_heat_map(figure, axes, rows, "temperature")
     cells = [(text.get_text(), text.get_weight()) for text in axes.texts]
     assert cells == [("1.50", "normal"), ("2.00", "bold"), ("1.25", "bold"), ("0.50", "normal")]
+    both = figures.draw_sweep(lines)
+    assert both.get_figwidth() > one.get_figwidth()
+    figures.write_figure(both, tmp_path / "figures" / "both.png", "a machine, a model")
+    assert (tmp_path / "figures" / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert both.get_supxlabel() == "a machine, a model"
     figures.plt.close("all")
-    with Image.open(figures.draw_sweep(lines, tmp_path / "both.png")) as both, Image.open(one) as alone:
-        assert both.width > alone.width
