@@ -1,5 +1,6 @@
 """Draw figures/rounds.gif: one prompt continued by plain and by speculative decoding, at the speed at which they ran.
-`python -m scripts.drawRounds` decodes the texts anew, for docs/records/rounds.json, which `make docs` draws."""
+`python -m scripts.drawRounds` decodes the texts anew, greedily and compiled, the target's own copy guessing, for
+docs/records/rounds.json, which `make docs` draws."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 from PIL import Image, ImageDraw
 from PIL.ImageFont import load_default as font
 
+from engine.compiling import compiled
 from experiments.runRecord import model_record, origin
 from experiments.speed import quiet
 from inputs.commandLine import as_command, visible
@@ -23,13 +25,15 @@ from inputs.devices import pick_dtype
 from inputs.files import ROOT, replace_file
 from inputs.models import find_model, load_model, load_tokenizer, model_version
 from methods.drafters import ModelDrafter
+from methods.selfDraft import copies_of
 from playback.trace import Trace, decoded_rounds
 from regrSampling import regrSampling
 from specSampling import specSampling
+from utils import GREEDY
 
-NAMES = {"target": "bundled-target", "draft": "bundled-draft"}
-PROMPT, GAMMA, TOKENS, REPEATS = "The old man closed the door behind him, and", 4, 320, 5
-SIZE, TOP, LINE, COLUMNS, ROWS = (860, 560), 118, 16, 60, 24  # pixels; characters of a line, lines of a text
+TARGET, BITS, GAMMA = "SmolLM2-135M-Instruct", 6, 5
+PROMPT, TOKENS, REPEATS = "Photosynthesis is the process by which", 169, 9
+SIZE, TOP, LINE, COLUMNS, ROWS = (860, 432), 118, 16, 60, 16  # pixels; characters of a line, lines of a text
 STEP, BEFORE, AFTER = 40, 900, 4500  # milliseconds of a frame, of the prompt alone, and of the whole texts
 STYLES = (  # background, colour and name of each kind of token, as in `playback.trace.KINDS`, and of the prompt
     *(("#c7e9c0", "#222222", "guessed by the draft, accepted"), ("#f6c3bd", "#c0392b", "guessed, rejected")),
@@ -54,7 +58,8 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
     """Write the moving picture of a record as a GIF. comment: is kept in the file."""
     longest, frames = max(text["seconds"][-1] for text in record["texts"].values()), []
     models, machine = " with ".join(model["name"] for model in record["models"].values()), record["machine"]
-    where = f"true speed: {models}, {record['dtype']}, eager; {machine['processor']}, threads: {machine['threads']}"
+    where = f"true speed: {models}, greedy, compiled, {record['dtype']}; {machine['processor']}, "
+    where += f"{machine['threads']} threads"
     for seconds in [*(1e-3 * STEP * n for n in range(int(1e3 * longest / STEP) + 1)), longest]:
         frames.append(Image.new("RGB", SIZE, "white"))
         canvas = ImageDraw.Draw(frames[-1])
@@ -90,20 +95,25 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
 
 def decode_rounds() -> None:
     """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
-    tokenizer, dtype = load_tokenizer(NAMES["target"]), pick_dtype("cpu")
-    models = {role: load_model(name, tokenizer, dtype, "cpu") for role, name in NAMES.items()}
-    prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(models["draft"])
+    tokenizer, dtype = load_tokenizer(TARGET), pick_dtype("cpu")
+    target = load_model(TARGET, tokenizer, dtype, "cpu")
+    copy = copies_of(target, [BITS]).of(BITS, target)
+    version = model_version(find_model(TARGET))
+    models = {"target": model_record(TARGET, version, target), "draft": model_record(copy.name, version, copy)}
+    target = compiled(target)
+    prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(compiled(copy, target))
     runs: dict[str, list[Any]] = {"plain": [], "speculative": []}
     for name in [*runs] * (1 + REPEATS):  # The first time warms up.
-        trace, decode = Trace(), partial(regrSampling, prompts, models["target"])
+        trace, decode = Trace(), partial(regrSampling, prompts, target, sampling=GREEDY)
         if name == "speculative":
-            decode = partial(specSampling, *decode.args, drafter, gamma=GAMMA, observer=trace.observer)
+            decode = partial(
+                specSampling, prompts, target, drafter, gamma=GAMMA, sampling=GREEDY, observer=trace.observer
+            )
         with quiet("cpu"):
             _, (timed,) = decode(max_len=TOKENS, generator=torch.Generator().manual_seed(0), callback=trace.callback)
         runs[name].append({"rounds": decoded_rounds(trace.rounds, tokenizer), "seconds": timed.times})
     texts = {name: sorted(of[1:], key=lambda run: run["seconds"][-1])[REPEATS // 2] for name, of in runs.items()}
-    versions = {role: model_record(name, model_version(find_model(name)), models[role]) for role, name in NAMES.items()}
-    about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", versions)}
+    about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", models)}
     text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
     replace_file(ROOT / "docs/records/rounds.json", text + "\n")
 
