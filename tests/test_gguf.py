@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from tokenizerKinds import byte_level, sentence_piece
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from engine.cachedModel import context_of
 from inputs import files
 from inputs.hub import Manifest
 from inputs.models import find_model, load_model, load_tokenizer
@@ -51,7 +52,8 @@ def model():
 @pytest.fixture(scope="module")
 def written(model, tmp_path_factory):
     """A function that writes the model as a GGUF file, with changes: `metadata` (None removes an entry), `tensors`
-    (`{name: function of the array}`; None leaves it out), the kind of the matrices, another model. Returns the file."""
+    (`{name: function of the array}`; None leaves it out), the kind of the matrices (of all, or `{name: kind}`), another
+    model, `scales` of the rotary embeddings, options of the writer. Returns the file."""
     tokenizer = byte_level(VOCABULARY - 2, end=SPECIAL[0])
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[1:]})
     vocabulary = tokenizer.get_vocab()
@@ -60,26 +62,30 @@ def written(model, tmp_path_factory):
     tokens = {"tokenizer.ggml.tokens": order, "tokenizer.ggml.merges": merges}
     tokens["tokenizer.ggml.token_type"] = [3 if token in SPECIAL else 1 for token in order]
 
-    def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama", model=model):
-        writer = gguf.GGUFWriter(path, architecture)
-        is_gemma = architecture == "gemma3"  # Its norms are stored with 1 added, and it has a token for a mask.
+    def write(path, metadata=None, tensors=None, kind="Q8_0", architecture="llama", model=model, scales=(), **options):
+        writer = gguf.GGUFWriter(path, architecture, **options)
+        is_gemma = architecture.startswith("gemma")  # Its norms are stored with 1 added, and it has a token for a mask.
         own = {"tokenizer.ggml.tokens": [token.replace(SPECIAL[1], "<mask>") for token in order]} if is_gemma else {}
         for key, value in (METADATA | tokens | own | (metadata or {})).items():
             if value is not None:
                 key = key.replace("llama.", f"{architecture}.")
                 writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[type(model).__name__[: -len("ForCausalLM")].upper()], LAYERS)
+        for name, values in dict(scales).items():
+            writer.add_tensor(f"{name}.weight", np.array(values, "float32"))
+        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.replace("gpt2", "llama"))
+        names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
         for source, weight in model.state_dict().items():
             (source, suffix), values = source.rsplit(".", 1), weight.numpy() + (is_gemma and weight.ndim == 1)
-            name = names.get_name(source)
-            if architecture == "llama" and name.endswith(("attn_q", "attn_k")):
+            if (name := names.get_name(source)) is None:
+                continue  # Gemma 2's output layer, which is its embedding
+            if architecture in ("llama", "smollm3", "granite") and name.endswith(("attn_q", "attn_k")):
                 heads = values.shape[0] // SIZE
                 values = values.reshape(heads, 2, SIZE // 2, WIDTH).swapaxes(1, 2).reshape(values.shape)
             values = (tensors or {}).get(name, np.ascontiguousarray)(values)
             if values is not None:
-                stored = gguf.GGMLQuantizationType[kind if values.ndim > 1 else "F32"]
-                content = gguf.quants.quantize(np.ascontiguousarray(values), stored)
-                writer.add_tensor(f"{name}.{suffix}", content, raw_dtype=stored)
+                chosen = kind.get(name, "F32") if isinstance(kind, dict) else kind
+                stored = gguf.GGMLQuantizationType[chosen if values.ndim > 1 else "F32"]
+                writer.add_tensor(f"{name}.{suffix}", in_blocks(values, stored), raw_dtype=stored)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -87,6 +93,14 @@ def written(model, tmp_path_factory):
         return path
 
     return write
+
+
+def in_blocks(values, stored):
+    """An array as a file stores it. Where nothing quantises to that kind: random blocks, whose scales are small."""
+    with contextlib.suppress(NotImplementedError):
+        return gguf.quants.quantize(np.ascontiguousarray(values), stored)
+    shape = gguf.quant_shape_to_byte_shape(values.shape, stored)
+    return np.random.default_rng(0).integers(60, size=shape, dtype="uint8")
 
 
 @pytest.fixture
@@ -160,27 +174,123 @@ def test_other_kinds_and_keys_that_change_nothing_are_taken(model, written, mode
 
 
 GEMMA = {"head_dim": 256, "sliding_window": 9, "rope_parameters": None, "rope_theta": 500.0}
+GRANITE = dict(zip(converter.GRANITE.values(), (0.25, 12.0, 0.5, 8.0)))
 ARCHITECTURES = {
-    "qwen2": {}, "qwen3": {"head_dim": 24}, "gemma3_text": GEMMA, "phi3": {"sliding_window": 9, "pad_token_id": None},
+    "qwen2": {}, "qwen3": {"head_dim": 24}, "gemma2": GEMMA, "gemma3_text": GEMMA,
+    "phi3": {"sliding_window": 9, "pad_token_id": None},
+    "smollm3": {"num_hidden_layers": 4, "tie_word_embeddings": False, "pad_token_id": None}, "granite": GRANITE,
+    "olmo2": {},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_biases_norms_and_windows_have_their_places(written, models_folder, tmp_path, kind):
-    """Qwen2's queries, keys and values have biases; Qwen3's heads have norms, and a size that is not width / heads."""
+def random_model(kind, sizes):
     torch.manual_seed(1)
-    sizes, architecture = ARCHITECTURES[kind], kind.removesuffix("_text")
-    heads = sizes.get("head_dim", SIZE)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIG | sizes)).eval()
     for weight in model.parameters():  # Norms of 1 and biases of 0 would hide that one is in the other's place.
         if weight.ndim == 1:
             torch.nn.init.uniform_(weight, 0.5, 1.5)
             weight.data = weight.bfloat16().float()
+    return model
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_biases_norms_and_windows_have_their_places(written, models_folder, tmp_path, kind):
+    """Qwen2's queries, keys and values have biases; Qwen3's heads have norms, and a size that is not width / heads;
+    every fourth layer of SmolLM3 has no rotary embeddings."""
+    sizes = ARCHITECTURES[kind]
+    heads, model = sizes.get("head_dim", SIZE), random_model(kind, sizes)
     metadata = {"llama.attention.key_length": heads, "llama.rope.dimension_count": heads}
-    metadata |= {"llama.attention.sliding_window": sizes.get("sliding_window"), "tokenizer.ggml.padding_token_id": 0}
-    file = written(tmp_path / "tiny.gguf", metadata, architecture=architecture, model=model)
+    metadata |= {"llama.block_count": model.config.num_hidden_layers, "tokenizer.ggml.padding_token_id": 0}
+    metadata |= {"llama.attention.sliding_window": sizes.get("sliding_window")}
+    metadata |= {f"llama.{key}": sizes.get(name) for key, name in converter.GRANITE.items()}
+    file = written(tmp_path / "tiny.gguf", metadata, architecture=kind.removesuffix("_text"), model=model)
     assert download("tiny", "--gguf", str(file)) == 0
     assert_weights(models_folder / "tiny", model, "Q8_0")
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+FACTOR = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+SHORT, LONG = [1.0, 1.25, 1.5, 2.0], [1.0, 2.0, 3.0, 8.0]
+LONGROPE = {
+    "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "partial_rotary_factor": 0.5,
+    "attention_factor": 1.25, "original_max_position_embeddings": 32,
+}  # fmt: skip
+TABLES = {
+    "llama.rope.dimension_count": 8, "llama.rope.scaling.attn_factor": 1.25,
+    "llama.rope.scaling.original_context_length": 32, "tokenizer.ggml.padding_token_id": 0,
+}  # fmt: skip
+BY_KIND = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+GEMMA_FIELDS = {
+    "llama.attention.key_length": 256, "llama.attention.sliding_window": 9, "llama.rope.dimension_count": 256,
+    "llama.block_count": 6, "tokenizer.ggml.padding_token_id": 0,
+}  # fmt: skip
+SCALED = {  # {case: (kind, its rotary embeddings, sizes, metadata, tables)}
+    "llama3": ("llama", LLAMA3, {}, {}, {"rope_freqs": None}),
+    "linear": ("llama", LINEAR, {}, FACTOR, {}),
+    "longrope": (
+        "phi3", LONGROPE, {"pad_token_id": None, "original_max_position_embeddings": 32}, TABLES,
+        {"rope_factors_short": SHORT, "rope_factors_long": LONG},
+    ),
+    "gemma3": ("gemma3_text", BY_KIND, GEMMA | {"num_hidden_layers": 6}, FACTOR | GEMMA_FIELDS, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SCALED)
+def test_scaled_rotary_embeddings_are_those_of_the_file(written, models_folder, tmp_path, case):
+    kind, rope, sizes, metadata, scales = SCALED[case]
+    rope = rope | {"full_attention": rope["full_attention"] | {"rope_theta": 500.0}} if kind == "gemma3_text" else rope
+    model = random_model(kind, sizes | {"rope_parameters": {"rope_theta": 500.0} | rope})
+    if case == "llama3":  # what llama.cpp divides angles by
+        scales = {"rope_freqs": 500.0 ** -(torch.arange(0, SIZE, 2) / SIZE) / model.model.rotary_emb.inv_freq}
+    file = written(
+        tmp_path / "tiny.gguf", metadata, architecture=kind.removesuffix("_text"), model=model, scales=scales
+    )
+    assert download("tiny", "--gguf", str(file)) == 0
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny").float()
+    wanted = logits_of(rounded(model, "Q8_0"))
+    assert torch.allclose(logits_of(copy), wanted, atol=1e-4) and wanted.std() > 0.1
+    assert context_of(copy.config) == (32 if case == "longrope" else 64)
+
+
+KINDS = (
+    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q5_0", "Q5_1", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS",
+    "IQ3_S", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+
+
+def test_every_kind_of_quantisation_is_read(written, models_folder, tmp_path):
+    model = random_model("qwen3", {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64})
+    matrices = [name for name, weight in model.named_parameters() if weight.ndim > 1]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, LAYERS)
+    kinds = {names.get_name(name.removesuffix(".weight")): kind for name, kind in zip(matrices, KINDS, strict=True)}
+    metadata = {f"llama.{key}": 256 for key in ("embedding_length", "feed_forward_length")}
+    metadata |= {f"llama.{key}": 64 for key in ("attention.key_length", "rope.dimension_count")}
+    file = written(tmp_path / "tiny.gguf", metadata, kind=kinds, architecture="qwen3", model=model)
+    assert download("tiny", "--gguf", str(file)) == 0
+    copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
+    for name, kind in zip(matrices, KINDS):
+        stored = gguf.GGMLQuantizationType[kind]
+        weight = in_blocks(model.get_parameter(name).detach().numpy(), stored)
+        wanted = torch.from_numpy(gguf.quants.dequantize(weight, stored)).bfloat16()
+        assert torch.equal(copy.get_parameter(name), wanted) and wanted.isfinite().all() and wanted.std() > 0, kind
+
+
+def test_the_parts_of_a_split_file_are_one_model(written, model, models_folder, tmp_path, capsys):
+    written(tmp_path / "tiny.gguf", split_max_tensors=9)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert [part.name for part in parts] == [f"tiny-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    assert download("tiny", "--gguf", str(parts[0])) == download("tiny", "--gguf", str(parts[1])) == 0
+    assert Manifest.read(models_folder / "tiny").repo == parts[0].name
+    assert_weights(models_folder / "tiny", model, "Q8_0")
+    parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"!")
+    assert_error(capsys, "move it away", arguments=("tiny", "--gguf", str(parts[0])))
+    parts[2].unlink()
+    assert_error(capsys, "tiny-00003-of-00003.gguf", arguments=("other", "--gguf", str(parts[0])))
+    assert folders(models_folder) == ["tiny"]
 
 
 def test_heads_in_the_order_of_llama_cpp_would_be_seen(model, file, models_folder, monkeypatch):
@@ -248,8 +358,10 @@ GEMMA_27B = {f"llama.{key}": 128 for key in SIZES_27B}
 REFUSED = {
     "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
     "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
-    "scaled embeddings": ({"metadata": {"llama.rope.scaling.type": "linear"}}, ("rope.scaling.type (linear)",)),
-    "a factor without a type": ({"metadata": {"llama.rope.scaling.factor": 4.0}}, ("rope.scaling.factor (4.0)",)),
+    "scaled embeddings": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ("rope.scaling.type (yarn)",)),
+    "a scale by an old name": ({"metadata": {"llama.rope.scale_linear": 4.0}}, ("rope.scale_linear (4.0)",)),
+    "one table of two": ({"scales": {"rope_factors_long": [1.0]}}, ("cannot be read", "rope_factors_short")),
+    "no scales": ({"architecture": "granite"}, ("no metadata field granite.attention.scale",)),
     "a window": ({"metadata": {"llama.attention.sliding_window": 16}}, ("attention.sliding_window (16)",)),
     "another scale of attention": ({"metadata": {"llama.attention.scale": 0.5}}, ("attention.scale (0.5)",)),
     "scaled logits": ({"metadata": {"llama.logit_scale": 0.1}}, ("logit_scale (0.1",)),
