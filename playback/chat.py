@@ -101,12 +101,12 @@ class Chat:
 
 def converse(inputs: Inputs) -> int:
     """Answer each line that the user writes. Returns the exit code."""
-    conversation, method, plain = Chat(inputs), "speculative", math.nan
+    conversation, method, plain = Chat(inputs), "speculative", 0.0
     if conversation.terminal:
         print(HELP)
         conversation.questions = [SAMPLE]
         for _ in range(2):  # The first time warms up.
-            plain = conversation.decode("target", SAMPLE_TOKENS, shown=False).rate
+            plain = max(plain, conversation.decode("target", SAMPLE_TOKENS, shown=False).rate)
         conversation.questions = []
     for line in conversation.lines(inputs.settings.texts.questions):
         if line == "/quit":
@@ -126,7 +126,9 @@ def converse(inputs: Inputs) -> int:
                 print(error, file=sys.stderr)
                 continue
             conversation.answers.append(inputs.tokenizer.decode(trace.tokens, skip_special_tokens=True))
-            speed = trace.speed(plain if method != "target" else math.nan)
+            if method == "target":
+                plain = max(plain, trace.rate)  # The machine may have been busy before.
+            speed = trace.speed(plain if plain and method != "target" else math.nan)
             if conversation.terminal and speed:
                 conversation.console.print(speed, style="dim", markup=False)
     return 0

@@ -133,6 +133,7 @@ def test_a_speed_is_that_after_the_prefill_without_the_time_of_showing(monkeypat
         trace.callback(0, tokens, guessed)
     assert trace.speed() == "[5 tokens, 1 a second]"
     assert trace.speed(plain=0.8) == "[5 tokens, 1 a second, 1.25 times plain decoding]"
+    assert trace.speed(plain=0.4) == trace.speed()  # More than 2 tokens a round: the plain rate is not to be trusted.
     assert trace.rounds[-1] == Round([4, 0], [5], [])  # A guess after the end of the text is not accepted.
 
 
