@@ -110,6 +110,19 @@ def conversation(records: Records) -> str:
     return "\n\n".join([*paragraphs, source(record)])
 
 
+def screen(records: Records) -> str:
+    """A terminal with `--chat`; what is faint there is italic here."""
+    record, _ = records["screen"]
+    text = re.sub(r"\x1b\[2m([^\x1b]*)", r"<i>\1</i>", escape(record["screen"], quote=False))
+    text = re.sub(r"\x1b\[\d*m", "", text)
+    return f"<pre>\n{text}\n</pre>\n\n{source(record)}"
+
+
+def seconds(command: str, records: Records) -> str:
+    """How long a command of the README took."""
+    return f"{records['screen'][0]['seconds'][command]:.0f} s"
+
+
 def trainings(names: Sequence[str], records: Records) -> str:
     """What trained heads cost, and how good they are on text that is held out; of variants a row each."""
     heads = ["", "weights", "tokens trained", "minutes", "memory, GB"]
@@ -288,6 +301,8 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "records": records_table,
     "results": excerpt,
     "chat": conversation,
+    "screen": screen,
+    **{f"seconds-{command}": partial(seconds, command) for command in ("download", "chat")},
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},
