@@ -4,6 +4,7 @@ test_kernels.py and test_multiply.py.)"""
 import copy
 import gc
 import itertools
+import random
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -90,6 +91,29 @@ KINDS = {
 }
 
 
+def drawn(family):
+    """Random sizes of a family, the same ones in each run."""
+    rng = random.Random(family)
+    heads, width, layers = rng.choice([2, 3, 6]), rng.choice([4, 8, 20, 36]), rng.randint(1, 4)
+    kinds = rng.choices(["sliding_attention", "full_attention"], k=layers)
+    sizes = {
+        "num_attention_heads": heads, "num_key_value_heads": rng.choice([1, heads]), "hidden_size": heads * width,
+        "num_hidden_layers": layers, "intermediate_size": rng.choice([10, 62, 66, 128]),
+    }  # fmt: skip
+    windows = {"sliding_window": rng.choice([2, 3, 30, 65]), "use_sliding_window": True, "max_window_layers": 1}
+    return sizes | {
+        "gemma2": {**windows, "layer_types": kinds, "head_dim": width + 2, "attn_implementation": "eager"},
+        "gemma3_text": {**windows, "layer_types": kinds, "head_dim": width + 2},
+        "granite": {name: rng.uniform(0.1, 4) for name in GRANITE},
+        "olmo2": {},
+        "smollm3": {**windows, "no_rope_layers": rng.choices([0, 1], k=layers)},
+    }.get(family, windows)
+
+
+RANDOM = {f"random {family}": (family, drawn(family)) for family in
+          ("gemma2", "gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen3", "smollm3")}  # fmt: skip
+
+
 def scattered(model):
     """The model, with norms and biases that are not all ones and zeros: what is left out is seen. Half of an MLP's
     numbers are so large that an exponential would overflow."""
@@ -107,7 +131,7 @@ def scattered(model):
 
 def both(kind="gpt_neox", dtype=torch.float32, vocabulary=61, **sizes):
     """(the eager model, the compiled one) of the same weights."""
-    family, more = KINDS[kind]
+    family, more = (KINDS | RANDOM)[kind]
     eager, model = (scattered(helpers.tiny(family, context=512, **more | sizes)) for _ in range(2))
     eager, model = (CachedModel(each.model.to(dtype), vocabulary, "model") for each in (eager, model))
     model = compiled(model)
@@ -688,9 +712,11 @@ def test_what_the_kernels_do_not_compute_stays_eager_and_one_line_says_why(name,
     assert torch.equal(model.score(tokens), wanted)
 
 
-@pytest.mark.parametrize("kind", [kind for kind, (family, _) in KINDS.items() if family not in helpers.FAMILIES])
+@pytest.mark.parametrize(
+    "kind", [*RANDOM, *(kind for kind, (family, _) in KINDS.items() if family not in helpers.FAMILIES)]
+)
 def test_greedy_texts_beyond_a_window_are_those_of_transformers(kind):
-    family, sizes = KINDS[kind]
+    family, sizes = (KINDS | RANDOM)[kind]
     library = scattered(helpers.tiny(family, context=512, **sizes)).model
     library.set_attn_implementation(sizes.get("attn_implementation", "sdpa"))
     _, model = both(kind)
