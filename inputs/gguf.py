@@ -55,14 +55,14 @@ try:
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 except ImportError:
     GGUFReader = None
-else:  # transformers computes these, but does not know their files.
-    known = reading.GGUF_TO_TRANSFORMERS_MAPPING["config"]
-    known |= {"smollm3": known["llama"], "olmo2": known["llama"], "granite": known["llama"] | GRANITE}
-    reading.GGUF_SUPPORTED_ARCHITECTURES += ["smollm3", "olmo2", "granite"]
-    # llama.cpp rotates neighbouring numbers of a head, as it does Llama's.
+else:  # transformers computes these three, but does not know their files. Two have the heads' rows in Llama's order.
+    reading.GGUF_SUPPORTED_ARCHITECTURES += ["smollm3", "granite", "olmo2"]
+    for kind in "smollm3", "granite", "olmo2":
+        as_llama = reading.GGUF_CONFIG_MAPPING["llama"]
+        reading.GGUF_CONFIG_MAPPING[kind] = as_llama | GRANITE if kind == "granite" else as_llama
     reading.TENSOR_PROCESSORS |= dict.fromkeys(("smollm3", "granite"), reading.LlamaTensorProcessor)
 
-# Tokenizers that cut a text into words as GPT-2's does, and those for which each digit is a word beside.
+# Tokenizers that cut a text into words as GPT-2's does, and those that do, but take each digit for a word.
 GPT2_SPLITS = {"gpt-2", "mpt", "olmo", "jais", "trillion"}
 DIGIT_SPLITS = {"smollm", "refact", "starcoder"}
 END_OF_TURN, END_OF_TEXT = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"), "<|endoftext|>"
