@@ -125,7 +125,8 @@ def small_rope(rope: dict[str, Any], width: int) -> dict[str, Any]:
         name: small_rope(value, width) if isinstance(value, dict) else value for name, value in rope.items()
     }
     for name in {"short_factor", "long_factor"} & small.keys():  # one for each pair of numbers that are rotated
-        small[name] = (small[name] * HEAD)[: len(small[name]) * HEAD // width]
+        pairs = max(1, len(rope[name]) * HEAD // width)
+        small |= {name: (rope[name] * HEAD)[:pairs], "partial_rotary_factor": 2 * pairs / HEAD}
     if "original_max_position_embeddings" in small:
         small["original_max_position_embeddings"] = CONTEXT // 2
     if "mrope_section" in small:

@@ -112,6 +112,8 @@ def drawn(family):
 
 RANDOM = {f"random {family}": (family, drawn(family)) for family in
           ("gemma2", "gemma3_text", "granite", "mistral", "olmo2", "phi3", "qwen3", "smollm3")}  # fmt: skip
+PARTS = {"partial_rotary_factor": 0.7, "short_factor": [1.0] * 7, "long_factor": [2.0] * 7}
+RANDOM["phi3, rotated in part"] = ("phi3", {"hidden_size": 80, "rope_parameters": LONG | PARTS})
 
 
 def scattered(model):
