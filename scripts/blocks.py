@@ -118,7 +118,7 @@ def screen(records: Records) -> str:
     return f"<pre>\n{text}\n</pre>\n\n{source(record)}"
 
 
-def seconds(command: str, records: Records) -> str:
+def duration(command: str, records: Records) -> str:
     """How long a command of the README took."""
     return f"{records['screen'][0]['seconds'][command]:.0f} s"
 
@@ -302,7 +302,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "results": excerpt,
     "chat": conversation,
     "screen": screen,
-    **{f"seconds-{command}": partial(seconds, command) for command in ("download", "chat")},
+    **{f"seconds-{command}": partial(duration, command) for command in ("download", "chat")},
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree")},
