@@ -124,7 +124,7 @@ def download_package(package: str, work: Path) -> Path:
 
 def parts_of(file: Path) -> list[Path]:
     """The parts of a file: the file itself, or all whose names count them, as llama-gguf-split does (from 1)."""
-    if not (match := re.fullmatch(r"(.*)-\d{5}(-of-(\d{5})\.gguf)", file.name)):
+    if not (match := re.fullmatch(r"(.*)-\d{5}(-of-(?!0+\.)(\d{5})\.gguf)", file.name)):
         return [file]
     name, end, count = match.groups()
     return [file.with_name(f"{name}-{number:05d}{end}") for number in range(1, int(count) + 1)]

@@ -391,7 +391,7 @@ def test_a_file_that_is_cut_short_or_no_gguf_file_is_refused(file, models_folder
     for left in b"GGML or something else", *(content[:size] for size in (10, 200, 20_000, -100)):
         file.write_bytes(left)
         assert_error(capsys, "is not a complete GGUF file", "again", arguments=("tiny", "--gguf", str(file)))
-    for name in "missing.gguf", str(tmp_path / "missing"), str(tmp_path):
+    for name in "missing.gguf", "missing-00001-of-00000.gguf", str(tmp_path / "missing"), str(tmp_path):
         assert_error(capsys, name, arguments=("tiny", "--gguf", name))
     assert folders(models_folder) == []
 
