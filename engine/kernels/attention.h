@@ -391,7 +391,7 @@ static void attend_few(const Attention<T>& a, const Member& member) {
     auto products = [&](const Span& span) { return span.n * (span.reach - a.first_slot(span)); };
     for (const Span& span : a.spans)
         if (!span.packs()) all += products(span) * a.heads, cells += a.groups;
-    const long heads = cells >= 4 * member.of ? a.heads / a.groups : 1;
+    const long heads = cells >= 4 * member.full ? a.heads / a.groups : 1;
     for (const Span& span : a.spans)
         for (long head = 0; head < a.heads && !span.packs(); head += heads, before += products(span) * heads)
             if (before * member.of / all == member.number) attend_cell<T, PARTS>(a, span, head, heads);

@@ -12,6 +12,7 @@
 // of GNU's OpenMP library are called by name.
 extern "C" {
 void GOMP_parallel(void (*work)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_max_threads();
 int omp_get_num_threads();
 int omp_get_thread_num();
 }
@@ -22,12 +23,31 @@ int omp_get_thread_num();
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
     alignas(64) std::atomic<long> rounds{0};
+    std::atomic<long> stalls{0};  // waits for a thread that did not run
 };
 
-// One of the threads that run a function together.
+// How many threads the next functions are run by. Where another process takes a core, a thread waits for one that does not
+// run, at each of a hundred barriers: half as many threads are many times as fast then. After `left` functions all of
+// them try again. All threads compute the same numbers, however many they are.
+struct Crew {
+    static constexpr long STALLS = 3, FIRST = 32, MOST = 4096;
+    long threads = 0, left = 0, next = FIRST;
+
+    long size(long full) { return left > 0 ? left--, threads : full; }
+    void ran(long of, long stalls) {
+        if (stalls >= STALLS) {
+            threads = (of + 1) / 2, left = next, next = std::min(2 * next, MOST);
+        } else if (left == 0) {
+            next = FIRST;
+        }
+    }
+};
+inline thread_local Crew crew;
+
+// One of the threads that run a function together. full: how many they are where no other process takes a core.
 struct Member {
     Barrier& barrier;
-    long number = 0, of = 1;
+    long number = 0, of = 1, full = 1;
 
     // Returns once all threads have called it.
     void wait() const {
@@ -42,6 +62,7 @@ struct Member {
         // waits for may need it.
         static const long cores = std::thread::hardware_concurrency();
         for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
+            if (tries == 100'000 && of <= cores) barrier.stalls++;
             if (tries >= 100'000) std::this_thread::yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
@@ -63,13 +84,17 @@ struct Member {
 template <typename F>
 void together(bool shared, const F& f) {
     Barrier barrier;
-    if (!shared) return f(Member{barrier});
+#if defined(GNU_OPENMP) || defined(_OPENMP)
+    const long full = shared ? omp_get_max_threads() : 1, of = full > 1 ? crew.size(full) : 1;
+    if (of == 1) return f(Member{barrier, 0, 1, full});
+    auto run = [&] { f(Member{barrier, omp_get_thread_num(), omp_get_num_threads(), full}); };
 #if defined(GNU_OPENMP)
-    auto run = [&] { f(Member{barrier, omp_get_thread_num(), omp_get_num_threads()}); };
-    GOMP_parallel([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run, 0, 0);
-#elif defined(_OPENMP)
-#pragma omp parallel
-    f(Member{barrier, omp_get_thread_num(), omp_get_num_threads()});
+    GOMP_parallel([](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run, of, 0);
+#else
+#pragma omp parallel num_threads(of)
+    run();
+#endif
+    crew.ran(of, barrier.stalls);
 #else
     f(Member{barrier});
 #endif
