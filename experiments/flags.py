@@ -165,7 +165,8 @@ class ModelChoice:
     --diversity, --lossless and --audit float32."""
     compile: bool = switch(first=True)
     """Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are built for
-    it, which takes about a minute. It is not part of any measurement. --diversity and --ppl stay eager."""
+    it, which takes about a minute. It is not part of any measurement. On a GPU --ppl stays eager, and
+    everywhere --audit."""
     device: str | None = flag(text, None, None)
     """cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the host's
     memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if available, else cpu."""
