@@ -31,7 +31,7 @@ from inputs.progress import followed
 from inputs.texts import AuditText, Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
 from methods.otherTokenizer import Translation
-from methods.selfDraft import copies_of, trials
+from methods.selfDraft import best_copy, copies_of, trials
 from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
@@ -191,8 +191,7 @@ class Inputs:
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
         measured = list(followed(trials(target, copies, sampling, gamma, make), "measuring copies", len(BITS)))
-        best = max(measured, key=lambda trial: trial.gain)
-        bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
+        bits = self.processes.gathered(best_copy(measured, gamma).bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
         models |= dict.fromkeys(roles, copies.of(bits, target))
         figures = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)

@@ -25,6 +25,8 @@ from utils import Sampling, UserError, probabilities
 
 TEXTS = 4, 128  # that the target writes for `trials`, and tokens of each
 TIMINGS = 12  # of each forward
+CLOSE = 0.03  # A gain is measured to this precision.
+PREFERRED = 6, 5, 4, 8  # bits: the earlier of two copies whose gains are close
 
 Make = Callable[[CachedModel], CachedModel]  # prepares a copy for decoding
 
@@ -62,13 +64,21 @@ class SelfDrafter(TreeDrafter):
 
 @dataclass(frozen=True)
 class MeasuredCopy:
-    """A copy in `bits` bits. alpha: sum min(p, q). cost: the time of its decode step, over that of plain
-    decoding. gain: expected tokens per second, over those of plain decoding."""
+    """A copy in `bits` bits. alpha: sum min(p, q). cost: the time of its decode step, and scoring: that of the target's
+    forward of gamma + 1 tokens, over that of a plain decode step."""
 
     bits: int
     alpha: float
     cost: float
-    gain: float
+    scoring: float
+
+
+def best_copy(measured: Sequence[MeasuredCopy], gamma: int) -> MeasuredCopy:
+    """The copy with the most expected tokens per second (theorem 3.8 of arXiv 2211.17192)."""
+    scoring = statistics.median(copy.scoring for copy in measured)  # It does not depend on the copy.
+    gains = {c: sum(c.alpha**i for i in range(gamma + 1)) / (gamma * c.cost + scoring) for c in measured}
+    close = [copy for copy, gain in gains.items() if gain >= (1 - CLOSE) * max(gains.values())]
+    return min(close, key=lambda copy: PREFERRED.index(copy.bits))
 
 
 @torch.inference_mode()
@@ -82,22 +92,27 @@ def trials(
     for bits in BITS:
         copy = make(copies.of(bits, target))
         alpha = torch.minimum(p, probabilities(copy.score(text), sampling)).sum(-1).mean().item()
-        draw, plain, score = seconds(text[:1], (copy, 1), (target, 1), (target, gamma + 1))
-        tokens = sum(alpha**i for i in range(gamma + 1))  # of a round: theorem 3.8 of arXiv 2211.17192
+        cost, scoring = relative_times(text[:1], target, (copy, 1), (target, gamma + 1))
         del copy
-        yield MeasuredCopy(bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
+        yield MeasuredCopy(bits, alpha, cost, scoring)
 
 
-def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
-    """Median seconds of forwards of each number of tokens after a text `[1, n]`, interleaved."""
-    target, length = forwards[-1][0], text.shape[1]
+def relative_times(text: Tensor, target: CachedModel, *forwards: tuple[CachedModel, int]) -> list[float]:
+    """The times of forwards of each number of tokens after a text `[1, n]`, over that of a decode step of `target`
+    just before: medians. A machine that is busy for a while changes both times of such a pair."""
+    length = text.shape[1]
     target.reserve(1, length)
     at = torch.arange(length, device=text.device)[None]
     target.forward(text, at)
-    times: list[list[float]] = [[] for _ in forwards]
+
+    def seconds(model: CachedModel, count: int) -> float:
+        start = time.perf_counter()
+        model.forward(text[:, -count:], at[:, -count:]).sum().item()
+        return time.perf_counter() - start
+
+    ratios: list[list[float]] = [[] for _ in forwards]
     for _ in range(TIMINGS):
-        for (model, count), taken in zip(forwards, times):
-            start = time.perf_counter()
-            model.forward(text[:, -count:], at[:, -count:]).sum().item()
-            taken.append(time.perf_counter() - start)
-    return list(map(statistics.median, times))
+        for forward, of_forward in zip(forwards, ratios):
+            plain = seconds(target, 1)
+            of_forward.append(seconds(*forward) / plain)
+    return list(map(statistics.median, ratios))
