@@ -190,7 +190,10 @@ class Inputs:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
-        measured = list(followed(trials(target, copies, sampling, gamma, make), "measuring copies", len(BITS)))
+        read = *self.rows, *self.article, *itertools.chain.from_iterable(passages for _, passages in self.texts)
+        prompts = [*read, *(text.prompt + text.tokens for text in self.audited)]
+        tried = trials(target, copies, prompts, sampling, gamma, make)
+        measured = list(followed(tried, "measuring copies", len(BITS)))
         bits = self.processes.gathered(best_copy(measured, gamma).bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
         models |= dict.fromkeys(roles, copies.of(bits, target))

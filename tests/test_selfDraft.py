@@ -269,10 +269,10 @@ def test_a_drafter_needs_the_target_alone():
 
 def test_trials_measure_acceptance_and_cost(monkeypatch):
     target = helpers.tiny()
-    times = selfDraft.relative_times(torch.arange(12)[None], target, (rounded_copy(target, 4), 1), (target, 4))
-    assert len(times) == 2 and min(times) > 0  # of forwards after the text
-    monkeypatch.setattr(selfDraft, "relative_times", lambda text, target, *forwards: [0.25, 1.5])
-    found = list(trials(target, copies_of(target), FREE, 3))
+    times = selfDraft.relative_times(torch.arange(12)[None], target, rounded_copy(target, 4), FREE, 3)
+    assert len(times) == 2 and min(times) > 0
+    monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (0.25, 1.5))
+    found = list(trials(target, copies_of(target), PROMPTS, FREE, 3))
     assert [trial.bits for trial in found] == list(BITS)
     alphas = [trial.alpha for trial in found]
     assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001
@@ -297,15 +297,15 @@ def test_a_busy_machine_does_not_change_the_choice(monkeypatch, name):
     def model(bits, cost):
         calls = itertools.count()
 
-        def forward(tokens, positions):
-            now[0] += (cost + 0.004 * tokens.shape[1]) * BUSY[name](now[0], next(calls), bits)
+        def forward(tokens, positions, u=(None,), sampling=None):
+            now[0] += (cost + 0.004 * tokens.shape[1]) * len(u) * BUSY[name](now[0], next(calls), bits)
             return torch.zeros(1)
 
-        return Mock(forward=forward)
+        return Mock(forward=forward, draw=forward)
 
     for bits, cost, alpha in (4, 0.30, 0.85), (5, 0.36, 0.908), (6, 0.38, 0.95), (8, 0.52, 0.98):
         target = model(bits, 1.0)
-        found = selfDraft.relative_times(text, target, (model(bits, cost), 1), (target, 6))
+        found = selfDraft.relative_times(text, target, model(bits, cost), FREE, 5)
         measured.append(MeasuredCopy(bits, alpha, *found))
     assert best_copy(measured, 5).bits == 6
 
@@ -372,7 +372,7 @@ def test_a_text_is_played(run, tmp_path, capsys, words):
 
 def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monkeypatch, capsys):
     times = iter([0.9, 0.2, 0.9, 0.9])  # of a copy's step: that in 5 bits is the fastest
-    monkeypatch.setattr(selfDraft, "relative_times", lambda text, target, *forwards: [next(times), 1.2])
+    monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (next(times), 1.2))
     record, *_ = run("--draft self --compare fixed --sentences 1")
     assert record["flags"]["draftBits"] == "5" and "5 bits" in record["models"]["draft"]["name"]
     said = capsys.readouterr().out
