@@ -26,7 +26,7 @@ from inputs.commandLine import as_command
 from lossless.audit import audit
 from lossless.trial import run_trials
 from playback.play import play
-from report import figures, losslessReport
+from report import losslessReport
 from report.results import Results, show
 from report.selfCheck import self_check
 
@@ -86,6 +86,8 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
 
     try:
         measure_all(inputs, models, append)
+        from report import figures  # Here, because matplotlib takes a second to import.
+
         append({"kind": "end", "figures": figures.draw_figures(*store.run(name), store.lines.parent)})
     finally:
         try:
@@ -110,7 +112,7 @@ def measure_all(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         audit(inputs, models, append)
     if inputs.scores_others:
         models.clear()
-        models = inputs.load(inputs.text_dtype, batches=False, roles=SCORED)
+        models = inputs.load_as_timed(inputs.text_dtype, batches=False, roles=SCORED)
     if measuring.diversity:
         measure_diversity(inputs, models, append)
     measure_perplexity(inputs, models, append)

@@ -153,7 +153,7 @@ class ModelChoice:
     none."""
     draft_bits: str = choice((*map(str, BITS), "auto"), "auto", only=COPY)
     """The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and times
-    measured on a short text."""
+    measured on continuations of the prompts; of nearly equal ones, 6 before 5."""
     draft_vocab: int | None = flag(whole(1))
     """Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all
     tokens."""
@@ -165,7 +165,8 @@ class ModelChoice:
     --diversity, --lossless and --audit float32."""
     compile: bool = switch(first=True)
     """Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are built for
-    it, which takes about a minute. It is not part of any measurement. --diversity and --ppl stay eager."""
+    it, which takes about a minute. It is not part of any measurement. On a GPU --ppl stays eager, and
+    everywhere --audit."""
     device: str | None = flag(text, None, None)
     """cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the host's
     memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if available, else cpu."""

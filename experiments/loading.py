@@ -31,7 +31,7 @@ from inputs.progress import followed
 from inputs.texts import AuditText, Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
 from methods.otherTokenizer import Translation
-from methods.selfDraft import copies_of, trials
+from methods.selfDraft import best_copy, copies_of, trials
 from utils import UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
@@ -88,8 +88,7 @@ class Inputs:
     def scores_others(self) -> bool:
         """Whether perplexity and diversity need other models than those that are timed."""
         measuring = self.settings.measuring
-        other = self.settings.models.compile or self.dtype != self.text_dtype
-        return bool(measuring.timed and other and (measuring.diversity or self.texts))
+        return bool(measuring.timed and self.dtype != self.text_dtype and (measuring.diversity or self.texts))
 
     @property
     def head(self) -> Path:
@@ -161,10 +160,11 @@ class Inputs:
             sizes[device] += cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
         return sizes
 
-    def load_as_timed(self, dtype: str) -> LoadedModels:
-        """Load the models in `dtype`, compiled if the flags say so and text is generated. No timing includes it."""
-        models, compiles = self.load(dtype), self.settings.models.compile and self.settings.continues
-        if any(METHODS[name].engine == "generate" for name in self.settings.measuring.names):
+    def load_as_timed(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
+        """`load`, and compile the models if the flags say so. An audit judges with eager ones. It is not timed."""
+        measuring, models = self.settings.measuring, self.load(dtype, batches, roles)
+        compiles = self.settings.models.compile and not measuring.audit
+        if roles is None and any(METHODS[name].engine == "generate" for name in measuring.names):
             # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
         if compiles:
@@ -178,7 +178,7 @@ class Inputs:
         by_id = {key: compiled(m, target if m.cache_of or m.features_of else None) for key, m in once.items()}
         models = {role: by_id[id(model)] for role, model in models.items()}
         if all(map(is_compiled, models.values())):
-            print(f"Compiled in {time.perf_counter() - start:.1f} s.")
+            print(f"Compiled in {time.perf_counter() - start:.1f} s, {dtype}.")
         return models
 
     def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
@@ -190,9 +190,11 @@ class Inputs:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
         make = partial(compiled, target=target) if compiles else lambda copy: copy
-        measured = list(followed(trials(target, copies, sampling, gamma, make), "measuring copies", len(BITS)))
-        best = max(measured, key=lambda trial: trial.gain)
-        bits = self.processes.gathered(best.bits)[0]  # All processes use the same copy.
+        read = *self.rows, *self.article, *itertools.chain.from_iterable(passages for _, passages in self.texts)
+        prompts = [*read, *(text.prompt + text.tokens for text in self.audited)]
+        tried = trials(target, copies, prompts, sampling, gamma, make)
+        measured = list(followed(tried, "measuring copies", len(BITS)))
+        bits = self.processes.gathered(best_copy(measured, gamma).bits)[0]  # All processes use the same copy.
         self.settings = replace(self.settings, models=replace(self.settings.models, draft_bits=str(bits)))
         models |= dict.fromkeys(roles, copies.of(bits, target))
         figures = "; ".join(f"{t.bits} bits: acceptance {t.alpha:.2f}, {t.cost:.2f} of a step" for t in measured)

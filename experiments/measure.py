@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 import PPL
 from decoding.rows import EndOfText
 from engine.cachedModel import CachedModel
+from engine.cpuModel import CpuModel
 from experiments import sweep
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, Conditions, CostsLine, OverlapLine
@@ -158,7 +159,7 @@ def diversity_figures(
     """All FIGURES of one continuation (`prompt`, `tokens`: token ids). N-grams are counted over prompt and continuation
     together, as in the article. perplexity: of the continuation under `target`, at temperature 1 without filters."""
     text = tokenizer.decode(prompt + tokens, skip_special_tokens=True)
-    log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target)["target"][len(prompt) - 1 :]
+    log_probs = PPL.token_log_probs(torch.tensor(prompt + tokens), target, first=len(prompt))["target"]
     values = (
         *(entropy(text, n) for n in (1, 2, 3)),
         *(distinct(text, n) for n in (1, 2)),
@@ -207,7 +208,8 @@ def measure_perplexity(inputs: Inputs, models: LoadedModels, append: Append) -> 
     for corpus, passages in inputs.texts:
         target, draft = models["target"], models["draft"]
         limit = inputs.settings.texts.sentence_limit
-        shared = {"dtype": inputs.text_dtype, "sentenceLimit": limit, "corpus": corpus.name}
+        by_kernels = all(isinstance(model, CpuModel) for model in (target, draft))  # On a GPU texts are scored eagerly.
+        shared = {"dtype": inputs.text_dtype, "compiled": by_kernels, "sentenceLimit": limit, "corpus": corpus.name}
         name = visible(corpus.name, "")
         if passages:
             scores = spread(lambda ids: PPL.perplexities(ids, target, draft), passages)

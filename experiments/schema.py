@@ -172,6 +172,7 @@ class DiversityLine(TypedDict):
 class PerplexityLine(TypedDict):
     kind: Literal["ppl"]
     dtype: str
+    compiled: NotRequired[bool]  # whether both models' forwards were computed by kernels
     sentenceLimit: int
     corpus: str
     tokens: int

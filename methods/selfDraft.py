@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Generator, Tensor
@@ -23,8 +24,10 @@ from methods.treeSampling import TreeDrafter
 from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities
 
-TEXTS = 4, 128  # that the target writes for `trials`, and tokens of each
+TEXTS = 4, 64  # that the target writes for `trials`, and the most tokens of each, and of the prompt before it
 TIMINGS = 12  # of each forward
+CLOSE = 0.03  # A gain is measured to this precision.
+PREFERRED = 6, 5, 4, 8  # bits: the earlier of two copies whose gains are close
 
 Make = Callable[[CachedModel], CachedModel]  # prepares a copy for decoding
 
@@ -36,16 +39,6 @@ def copies_of(target: CachedModel, bits: Sequence[int] = BITS, follow: Follow | 
         return Copies(target, bits, follow)
     except RuntimeError as error:
         raise UserError(f"{target.name} cannot draft for itself: {error}") from None
-
-
-def own_text(target: CachedModel, rows: int, length: int) -> Tensor:
-    """Text that the target writes from its first token on, int64 `[rows, length]`."""
-    config = target.model.generation_config
-    first = next((token for token in (config.bos_token_id, config.eos_token_id) if isinstance(token, int)), 0)
-    length = min(length, target.context)
-    generator = Generator(target.device).manual_seed(1)
-    texts, _ = regrSampling([[first]] * rows, target, length - 1, Sampling(1.0, 0, 1.0), generator=generator)
-    return torch.tensor([[first, *text] for text in texts], device=target.device)
 
 
 class SelfDrafter(TreeDrafter):
@@ -62,42 +55,72 @@ class SelfDrafter(TreeDrafter):
 
 @dataclass(frozen=True)
 class MeasuredCopy:
-    """A copy in `bits` bits. alpha: sum min(p, q). cost: the time of its decode step, over that of plain
-    decoding. gain: expected tokens per second, over those of plain decoding."""
+    """A copy in `bits` bits. alpha: sum min(p, q). cost: the time of its decode step, and scoring: that of the target's
+    forward of gamma + 1 tokens, over that of a plain decode step."""
 
     bits: int
     alpha: float
     cost: float
-    gain: float
+    scoring: float
+
+
+def best_copy(measured: Sequence[MeasuredCopy], gamma: int) -> MeasuredCopy:
+    """The copy with the most expected tokens per second (theorem 3.8 of arXiv 2211.17192)."""
+    scoring = statistics.median(copy.scoring for copy in measured)  # It does not depend on the copy.
+    gains = {c: sum(c.alpha**i for i in range(gamma + 1)) / (gamma * c.cost + scoring) for c in measured}
+    close = [copy for copy, gain in gains.items() if gain >= (1 - CLOSE) * max(gains.values())]
+    return min(close, key=lambda copy: PREFERRED.index(copy.bits))
 
 
 @torch.inference_mode()
 def trials(
-    target: CachedModel, copies: Copies, sampling: Sampling, gamma: int, make: Make = lambda copy: copy
+    target: CachedModel,
+    copies: Copies,
+    prompts: Sequence[list[int]],
+    sampling: Sampling,
+    gamma: int,
+    make: Make = lambda copy: copy,
 ) -> Iterator[MeasuredCopy]:
-    """Measurements of the copies of all BITS on a short text that the target writes. One of them is in memory at a
-    time."""
-    text = own_text(target, *TEXTS)
-    p = probabilities(target.score(text), sampling)
+    """Measurements of the copies of all BITS on short texts with which the target continues the ends of some prompts.
+    One copy is in memory at a time."""
+    count, length = TEXTS
+    width = min([length, target.context // 2, *map(len, prompts[:count])])
+    ends, generator = [prompt[-width:] for prompt in prompts[:count]], Generator(target.device).manual_seed(1)
+    new = max(1, min(length, target.context - width - gamma))
+    texts, _ = regrSampling(ends, target, new, sampling, generator=generator)
+    text = torch.tensor([end + tokens for end, tokens in zip(ends, texts)], device=target.device)
+    p = probabilities(target.score(text)[:, width - 1 :], sampling)
     for bits in BITS:
         copy = make(copies.of(bits, target))
-        alpha = torch.minimum(p, probabilities(copy.score(text), sampling)).sum(-1).mean().item()
-        draw, plain, score = seconds(text[:1], (copy, 1), (target, 1), (target, gamma + 1))
-        tokens = sum(alpha**i for i in range(gamma + 1))  # of a round: theorem 3.8 of arXiv 2211.17192
+        alpha = torch.minimum(p, probabilities(copy.score(text)[:, width - 1 :], sampling)).sum(-1).mean().item()
+        cost, scoring = relative_times(text[:1], target, copy, sampling, gamma)
         del copy
-        yield MeasuredCopy(bits, alpha, draw / plain, tokens * plain / (gamma * draw + score))
+        yield MeasuredCopy(bits, alpha, cost, scoring)
 
 
-def seconds(text: Tensor, *forwards: tuple[CachedModel, int]) -> list[float]:
-    """Median seconds of forwards of each number of tokens after a text `[1, n]`, interleaved."""
-    target, length = forwards[-1][0], text.shape[1]
-    target.reserve(1, length)
-    at = torch.arange(length, device=text.device)[None]
-    target.forward(text, at)
-    times: list[list[float]] = [[] for _ in forwards]
+def relative_times(
+    text: Tensor, target: CachedModel, copy: CachedModel, sampling: Sampling, gamma: int
+) -> tuple[float, float]:
+    """`MeasuredCopy.cost` and `scoring` after a text `[1, n]`: medians of ratios to a plain step just before. A machine
+    that is busy for a while changes both times of such a pair."""
+    length = text.shape[1]
+    target.reserve(1, length + gamma)
+    at = torch.arange(length + gamma, device=text.device)[None]
+    target.forward(text, at[:, :length])
+    last, u = slice(length - 1, length), torch.full((gamma, 1), 0.5, device=text.device)
+    block, places = text[:, last].expand(-1, gamma + 1), at[:, length - 1 :]
+    plain = partial(target.draw, text[:, last], at[:, last], u[:1], sampling)
+    drafting = partial(copy.draw, text[:, last], at[:, length - 1 : -1], u, sampling)
+    costs, scorings = [], []
     for _ in range(TIMINGS):
-        for (model, count), taken in zip(forwards, times):
-            start = time.perf_counter()
-            model.forward(text[:, -count:], at[:, -count:]).sum().item()
-            taken.append(time.perf_counter() - start)
-    return list(map(statistics.median, times))
+        costs.append(seconds(drafting) / seconds(plain) / gamma)
+        scorings.append(seconds(partial(target.forward, block, places)) / seconds(plain))
+    return statistics.median(costs), statistics.median(scorings)
+
+
+def seconds(step: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
+    """The time that a step takes, until its result is on the host."""
+    start = time.perf_counter()
+    result = step()
+    (result if isinstance(result, Tensor) else result[0]).flatten()[-1].item()
+    return time.perf_counter() - start

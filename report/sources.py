@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from experiments.intervals import FEW
 from experiments.measure import FIGURES
-from experiments.schema import CorpusPerplexityLine, DiversityLine, RunLine, TextPerplexityLine
+from experiments.schema import CorpusPerplexityLine, DiversityLine, PerplexityLine, RunLine, TextPerplexityLine
 from inputs.commandLine import counted
 from report.tables import Table, give_or_take, name_of, plain
 
@@ -95,8 +95,8 @@ def diversity_table(lines: Sequence[DiversityLine]) -> Table:
 
 def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
     """Perplexity per text, one row for each corpus; if the models are the course report's, its figures below."""
-    limit, dtype = lines[0]["sentenceLimit"], lines[0]["dtype"]
-    title = f"Perplexity per text (mean over texts of at least {limit} characters), {dtype}"
+    limit = lines[0]["sentenceLimit"]
+    title = f"Perplexity per text (mean over texts of at least {limit} characters), {computed_in(lines[0])}"
     table = Table(title, ["", "texts", "tokens", *PERPLEXITIES])
     for line in lines:
         table.add(plain(line["corpus"]), str(line["texts"]), f"{line['tokens']:,}", *perplexity_cells(line["ppl"]))
@@ -107,14 +107,19 @@ def text_table(lines: Sequence[TextPerplexityLine], pythia: bool) -> Table:
 
 def corpus_table(lines: Sequence[CorpusPerplexityLine]) -> Table:
     """Perplexity of each whole corpus, per token, word and byte."""
-    window, stride, dtype = lines[0]["window"], lines[0]["stride"], lines[0]["dtype"]
-    title = f"Perplexity of the corpus (windows of {window} tokens, stride {stride}), {dtype}"
+    window, stride = lines[0]["window"], lines[0]["stride"]
+    title = f"Perplexity of the corpus (windows of {window} tokens, stride {stride}), {computed_in(lines[0])}"
     table = Table(title, ["", "tokens", "per", *PERPLEXITIES])
     for line in lines:
         for unit in ("token", "word", "byte"):
             corpus = (plain(line["corpus"]), f"{line['tokens']:,}") if unit == "token" else ("", "")
             table.add(*corpus, unit, *perplexity_cells({role: ppl[unit] for role, ppl in line["ppl"].items()}))
     return table
+
+
+def computed_in(line: PerplexityLine) -> str:
+    """The dtype, and whether kernels computed the forwards."""
+    return line["dtype"] + ", compiled" * line.get("compiled", False)
 
 
 def perplexity_cells(ppl: Mapping[str, float]) -> tuple[str, ...]:

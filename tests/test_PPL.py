@@ -10,6 +10,10 @@ from conftest import prompted, refused
 import PPL
 from decoding import verification
 from decoding.verification import acceptance, token_rule
+from engine.compiling import compiled
+from engine.cpuModel import CpuModel
+from inputs.files import ROOT
+from inputs.models import load_model, load_tokenizer
 from utils import residual
 
 
@@ -63,6 +67,64 @@ def test_a_planted_mistake_in_the_functions_that_sample_changes_the_perplexity(p
     monkeypatch.setattr(verification, name, wrong)
     assert abs(PPL.calculate_ppl_spec(ids, *pair) / PPL.calculate_ppl_regr(ids, pair[0]) - 1) > 1e-4
     assert name in token_rule.__code__.co_names
+
+
+@pytest.fixture(scope="module")
+def bundled(kernels):
+    """f(name of the values of both protocols) and the values of the bundled pair, eager; then compiled."""
+    tokenizer = load_tokenizer("bundled-target")
+    text = (ROOT / "datasets/sample/narrative.txt").read_text()[:3000]
+
+    def values(pair):
+        ids = tokenizer(text)["input_ids"][:300]
+        corpus = PPL.calculate_ppl_corpus(text, tokenizer, *pair, window=256, stride=128)
+        per_token = {f"corpus, {role}": perplexity.token_ppl for role, perplexity in corpus.items()}
+        return PPL.perplexities(ids, *pair) | per_token
+
+    pair = [load_model(f"bundled-{name}", tokenizer, "float32", "cpu") for name in ("target", "draft")]
+    eager = values(pair)
+    pair = [compiled(model) for model in pair]
+    assert all(isinstance(model, CpuModel) for model in pair)
+    return eager, lambda: values(pair)
+
+
+def test_kernels_give_the_same_perplexities(bundled):
+    eager, by_kernels = bundled
+    assert len(eager) == 6 and by_kernels() == pytest.approx(eager, rel=1e-6)
+
+
+def late_windows(tokens, window, stride):
+    return [(start + (start > 0), first, end) for start, first, end in WINDOWS(tokens, window, stride)]
+
+
+def score_with_a_late_slot(model, tokens):
+    """The last token is written one slot too late, so that it sees one that holds nothing."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens).clone()
+    positions[:, -2:] += 1
+    model.reserve(len(tokens), tokens.shape[1] + 1)
+    return model.forward(tokens, positions)
+
+
+WINDOWS = PPL.windows
+
+
+@pytest.mark.parametrize(
+    "owner, name, wrong", [(PPL, "windows", late_windows), (CpuModel, "score", score_with_a_late_slot)]
+)
+def test_a_window_or_a_slot_off_by_one_gives_others(bundled, monkeypatch, owner, name, wrong):
+    eager, by_kernels = bundled
+    monkeypatch.setattr(owner, name, wrong)
+    found = by_kernels()
+    assert all(found[key] != pytest.approx(eager[key], rel=1e-6) for key in eager if key.startswith("corpus"))
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_table_says_what_computed_it(run, capsys, compiles):
+    lines = run("--speed --ppl --sentences 1" + " --compile" * compiles)
+    assert {line["compiled"] for line in lines if line["kind"] == "ppl"} == {compiles}
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count(", compiled") == said.count("Perplexity") * compiles
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -35,7 +35,7 @@ from methods import selfDraft
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.selfDraft import SelfDrafter, copies_of, trials
+from methods.selfDraft import MeasuredCopy, SelfDrafter, best_copy, copies_of, trials
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -269,14 +269,53 @@ def test_a_drafter_needs_the_target_alone():
 
 def test_trials_measure_acceptance_and_cost(monkeypatch):
     target = helpers.tiny()
-    times = selfDraft.seconds(torch.arange(12)[None], (rounded_copy(target, 4), 1), (target, 1), (target, 4))
-    assert len(times) == 3 and min(times) > 0  # of forwards after the text
-    monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [0.25, 1.0, 1.5])
-    found = list(trials(target, copies_of(target), FREE, 3))
+    times = selfDraft.relative_times(torch.arange(12)[None], target, rounded_copy(target, 4), FREE, 3)
+    assert len(times) == 2 and min(times) > 0
+    monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (0.25, 1.5))
+    found = list(trials(target, copies_of(target), PROMPTS, FREE, 3))
     assert [trial.bits for trial in found] == list(BITS)
     alphas = [trial.alpha for trial in found]
-    assert alphas == sorted(alphas) and 0.3 < (a := alphas[0]) < alphas[-1] <= 1.0001
-    assert found[0].cost == 0.25 and found[0].gain == pytest.approx((1 + a + a**2 + a**3) / (3 * 0.25 + 1.5))
+    assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001
+    assert (found[0].cost, found[0].scoring) == (0.25, 1.5)
+
+
+BUSY = {  # f(seconds so far, call of a model, bits) -> how much slower the machine is
+    "idle": lambda now, call, bits: 1,
+    "stalls": lambda now, call, bits: 30 if bits == 6 and call in (0, 3, 4, 9, 11) else 1,
+    "slower from a time on": lambda now, call, bits: 1 + (now > 110),
+    "slower and slower": lambda now, call, bits: 1 + now / 40,
+}
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_a_busy_machine_does_not_change_the_choice(monkeypatch, name):
+    """Costs and acceptance as SmolLM2's."""
+    now, measured, text = [0.0], [], torch.arange(12)[None]
+    monkeypatch.setattr(selfDraft, "TIMINGS", 12)
+    monkeypatch.setattr(selfDraft.time, "perf_counter", lambda: now[0])
+
+    def model(bits, cost):
+        calls = itertools.count()
+
+        def forward(tokens, positions, u=(None,), sampling=None):
+            now[0] += (cost + 0.004 * tokens.shape[1]) * len(u) * BUSY[name](now[0], next(calls), bits)
+            return torch.zeros(1)
+
+        return Mock(forward=forward, draw=forward)
+
+    for bits, cost, alpha in (4, 0.30, 0.85), (5, 0.36, 0.908), (6, 0.38, 0.95), (8, 0.52, 0.98):
+        target = model(bits, 1.0)
+        found = selfDraft.relative_times(text, target, model(bits, cost), FREE, 5)
+        measured.append(MeasuredCopy(bits, alpha, *found))
+    assert best_copy(measured, 5).bits == 6
+
+
+def test_of_close_copies_the_preferred_one_is_chosen():
+    """8 bits gain 1.8 % more than 6, then 8 % more. The forward of several tokens stalled once."""
+    for cost, bits in (0.435, 6), (0.4, 8):
+        measured = [MeasuredCopy(8, 0.98, cost, 1.02), MeasuredCopy(4, 0.85, 0.3, 1.02), MeasuredCopy(6, 0.95, 0.4, 9)]
+        assert best_copy(measured, 5).bits == bits
+    assert best_copy([MeasuredCopy(4, 0.8, 0.3, 1.0), MeasuredCopy(8, 0.8, 0.3, 1.0)], 5).bits == 4
 
 
 # The command line.
@@ -333,7 +372,7 @@ def test_a_text_is_played(run, tmp_path, capsys, words):
 
 def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monkeypatch, capsys):
     times = iter([0.9, 0.2, 0.9, 0.9])  # of a copy's step: that in 5 bits is the fastest
-    monkeypatch.setattr(selfDraft, "seconds", lambda text, *forwards: [next(times), 1.0, 1.2])
+    monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (next(times), 1.2))
     record, *_ = run("--draft self --compare fixed --sentences 1")
     assert record["flags"]["draftBits"] == "5" and "5 bits" in record["models"]["draft"]["name"]
     said = capsys.readouterr().out
