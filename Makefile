@@ -2,6 +2,7 @@
 # `make coverage`: the suite, and which lines it runs: it takes about half as long again.
 # `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
+# `make kernels`: counts the CUDA kernels of a round without a GPU, for docs/pythia-on-gpu.md. It needs Triton (pip install triton).
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
 # (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
 # `make records`: measures the records of the documentation anew, where the code has changed; goes on where it was stopped.
@@ -11,7 +12,7 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test coverage test-cuda test-zoo style check bench bench-peers records report docs clean
+.PHONY: run test coverage test-cuda test-zoo kernels style check bench bench-peers records report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -27,6 +28,10 @@ test-cuda: .venv/installed
 
 test-zoo: .venv/installed
 	PYTHONPATH=. $(VENV) tests/zoo.py
+	$(VENV) -m scripts.render
+
+kernels: .venv/installed
+	PYTHONPATH=. $(VENV) tests/countKernels.py
 	$(VENV) -m scripts.render
 
 style: .venv/installed

@@ -299,6 +299,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "methods": methods_table,
     "flags": flags_tables,
     "records": records_table,
+    "kernels": lambda records: markdown(Table("", **records["kernels"][0]["table"])),
     "results": excerpt,
     "chat": conversation,
     "screen": screen,
