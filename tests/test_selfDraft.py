@@ -82,7 +82,8 @@ def test_torchs_operator_computes_the_same(monkeypatch):
     monkeypatch.setattr(torch, "_weight_int4pack_mm", multiply)
     layer = QuantisedLinear(helpers.random_codes(64, 128, 4), torch.randn(64).bfloat16())
     x = torch.randn(2, 3, 128).bfloat16()
-    torch.testing.assert_close(Int4Linear(layer)(x).float(), layer(x).float(), rtol=0.05, atol=1.0)
+    result, expected = Int4Linear(layer)(x).float(), layer(x).float()  # Both round to bfloat16 on their way.
+    assert (result - expected).norm() < 0.02 * expected.norm()
     monkeypatch.setattr(torch, "_weight_int4pack_mm", lambda x, *rest: multiply(x.roll(1, 1), *rest))
     with pytest.raises(RuntimeError, match="does not compute this product"):
         Int4Linear(layer)
