@@ -30,7 +30,7 @@ from inputs.devices import available_memory
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
 from inputs.texts import write_texts
-from lossless.audit import Auditor, variation_of
+from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from lossless.trial import Trial
 from methods.catalogue import METHODS, Role, build, choose
@@ -92,21 +92,18 @@ def judged(
     name, setting, seed = key.values()
     sampling, rows, guessing = SETTINGS[setting], inputs.rows, None
     unit = method.unit_roundoff if method.precision != "int8" else torch.finfo(torch.float16).eps / 2
-    by_p = Auditor(models["target"], None, unit, seed)
+    if "lookup" in name:
+        guessing = build(["lookup"], cast(Models, models), inputs.settings.decoding)["lookup"]
+    auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
     if not sampling.temperature:
-        return by_p.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
+        return auditor.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
     file = TEXTS / f"{name} {method.version} {setting} {seed}.jsonl".replace(":", "-")
     texts = [json.loads(line)["tokens"] for line in file.read_text().splitlines()] if file.exists() else []
     prompts = [rows[number % len(rows)] for number in range(-(-tokens // TEXT_TOKENS))]
     for first in range(len(texts), len(prompts), PROMPTS):
         texts += drawn_texts(method, prompts[first : first + PROMPTS], TEXT_TOKENS, sampling, seed, first)
         write_texts(file, zip(prompts, texts))
-    pair = prompts, texts[: len(prompts)]
-    if "lookup" in name:
-        guessing = build(["lookup"], cast(Models, models), inputs.settings.decoding)["lookup"]
-    auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
-    bounds = variation_of(by_p.evidence(*pair, sampling))
-    return {**auditor.drawn(*pair, sampling), "variation_by_p": bounds}
+    return auditor.drawn(prompts, texts[: len(prompts)], sampling)
 
 
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:

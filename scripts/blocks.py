@@ -246,13 +246,13 @@ def graph(records: Records) -> str:
 
 
 def bound(cell: Mapping[str, Any] | None) -> str:
-    """A cell of an audit in words: the bounds of the total variation, the larger ones of both orders; of greedy text
-    the tokens that are not the target's."""
+    """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
+    target's."""
     if not cell or cell["failed"]:
         return "" if not cell else "left out"
     if "beyond" in cell:
         return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
-    low, high = (100 * max(pair) for pair in zip(cell["variation"], cell["variation_by_p"]))
+    low, high = (100 * value for value in cell["variation"])
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
     return f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %"
 
