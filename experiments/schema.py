@@ -248,6 +248,7 @@ class PowerLine(TrialConditions, EvidenceFigures):
     what: str
     seen_in: str  # the public code that makes or made it
     seen_by: list[str]  # the tests that noticed it
+    order: NotRequired[str]  # of the vocabulary: the role of the model whose q / p it is; "p"; missing in older records
 
 
 class GreedyFigures(TypedDict):

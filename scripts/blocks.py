@@ -280,7 +280,7 @@ def mutations(records: Records) -> str:
     """How many tokens the tests needed to see each planted mistake, with the vocabulary in both orders."""
     record = records["engines"][0]
     columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
-    columns["order by"] = lambda line: "q / p" if line["order"] == "draft" else "p"
+    columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
     return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
 
 

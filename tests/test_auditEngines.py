@@ -64,9 +64,9 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
         raise PeerError("no such cache")
 
     monkeypatch.setattr(LibraryMethod, "text", fails)
-    assert audit("generate:plain", 400)["generate:plain", "T 1", 0]["failed"] == "PeerError: no such cache"
+    assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
-    assert not audit("generate:plain", 400)["generate:plain", "T 1", 0]["seen_by"]
+    assert not audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["seen_by"]
 
 
 def audited(file):
