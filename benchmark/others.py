@@ -76,7 +76,10 @@ class LibraryMethod(OtherMethod):
             self.options["prompt_lookup_num_tokens"] = gamma
         elif self.kind == "universal":
             self.assistant = copy.deepcopy(models["draft"])  # The library cuts its output layer.
-            self.options |= {"tokenizer": tokenizer, "assistant_tokenizer": tokenizer}
+            if other := copy.deepcopy(tokenizer):  # The target's own is refused: this one has a token more.
+                other.add_tokens("<another>")
+                self.assistant.resize_token_embeddings(vocabulary + 1, mean_resizing=False)
+            self.options |= {"tokenizer": tokenizer, "assistant_tokenizer": other}
         elif self.kind == "custom":
             plug_in = customGenerate.speculative(models["draft"], gamma, vocabulary=vocabulary)
             self.options["custom_generate"] = plug_in
