@@ -48,7 +48,7 @@ class LlamaCpp(Program):
     requirements = ("llama-cpp-python==0.3.36",)
     installed = FOLDER / "llama-server"
     batches = coin = True
-    version = "llama.cpp server of llama-cpp-python"
+    version = f"llama.cpp server of {requirements[0].replace('==', ' ')}"
 
     @classmethod
     def install(cls) -> None:
