@@ -139,6 +139,8 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error)
+            if name in methods:  # It may be in the middle of a text.
+                methods.pop(name).close()
         cell["seconds"] = time.time() - start
         record["cells"] = [other for other in record["cells"] if other not in before] + [cell]
         keep()

@@ -249,7 +249,7 @@ def bound(cell: Mapping[str, Any] | None) -> str:
     """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
     target's."""
     if not cell or cell["failed"]:
-        return "" if not cell else "left out"
+        return "fails" if cell else ""
     if "beyond" in cell:
         return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
     low, high = (100 * value for value in cell["variation"])
