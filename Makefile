@@ -4,7 +4,8 @@
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make kernels`: counts the CUDA kernels of a round without a GPU, for docs/pythia-on-gpu.md. It needs Triton (pip install triton).
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
-# (minutes; llama.cpp is compiled). `make docs`: renders the figures in README.md and docs/ from their records.
+# (minutes; llama.cpp is compiled). `make audit`: do they sample the target's text? (hours). `make docs`: renders the figures in
+# README.md and docs/ from their records.
 # `make records`: measures the records of the documentation anew, where the code has changed; goes on where it was stopped.
 # `make report`: a check of the device, then the course report's whole protocol, downloads included, and one page out:
 # courseReport/report.md. For other models TARGET=... DRAFT=... MID=...; smaller: SENTENCES=2 MAXLEN=40 TOKENS=3200 DATASETS=sample.
@@ -12,7 +13,7 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test coverage test-cuda test-zoo kernels style check bench bench-peers records report docs clean
+.PHONY: run test coverage test-cuda test-zoo kernels style check bench bench-peers audit records report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -47,6 +48,12 @@ bench: .venv/installed
 bench-peers: .venv/installed
 	$(VENV) -m benchmark.install
 	$(VENV) -m benchmark --compare all,generate,llama.cpp,openvino,ctranslate2,vllm
+
+audit: .venv/installed
+	$(VENV) -m benchmark.install
+	$(VENV) -m scripts.auditEngines
+	$(VENV) -m scripts.auditEngines --mistakes
+	$(VENV) -m scripts.render
 
 report: .venv/installed
 	-$(VENV) test.py --check $(if $(DEVICE),--device $(DEVICE))

@@ -6,6 +6,7 @@ conversion is wrong. Its sampled text is audited. Both are judged as `test.py --
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Generator, Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
-from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from benchmark.peers import MODELS, OtherMethod, Peer, PeerError, Source
@@ -45,12 +47,22 @@ class LibraryMethod(OtherMethod):
     """A method of `transformers` (`methods.programs.registry.Generate`).
 
     On a CPU the library compiles its forward only if requested. models: {role: model}, with the library's own
-    attention. vocabulary: models may have more logits than the tokenizer has tokens.
+    attention. vocabulary: models may have more logits than the tokenizer has tokens. tokenizer: of both models, which
+    "universal" takes.
     """
 
-    def __init__(self, name: str, models: Mapping[str, PreTrainedModel], vocabulary: int, gamma: int, batch: int = 1):
+    def __init__(
+        self,
+        name: str,
+        models: Mapping[str, PreTrainedModel],
+        vocabulary: int,
+        gamma: int,
+        batch: int = 1,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ):
         self.kind, self.model, self.gamma = name.partition(":")[2], models["target"], gamma
         super().__init__(name, str(self.model.dtype).removeprefix("torch."), batch)
+        self.version = transformers.__version__
         self.assistant = models["draft"] if self.kind in ("draft", "assisted") else None
         outside = list(range(vocabulary, self.model.config.vocab_size))
         self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and self.kind != "custom" else {}
@@ -62,6 +74,12 @@ class LibraryMethod(OtherMethod):
             self.options |= {"cache_implementation": "static", "compile_config": config}
         elif self.kind == "lookup":
             self.options["prompt_lookup_num_tokens"] = gamma
+        elif self.kind == "universal":
+            self.assistant = copy.deepcopy(models["draft"])  # The library cuts its output layer.
+            if other := copy.deepcopy(tokenizer):  # The target's own is refused: this one has a token more.
+                other.add_tokens("<another>")
+                self.assistant.resize_token_embeddings(vocabulary + 1, mean_resizing=False)
+            self.options |= {"tokenizer": tokenizer, "assistant_tokenizer": other}
         elif self.kind == "custom":
             plug_in = customGenerate.speculative(models["draft"], gamma, vocabulary=vocabulary)
             self.options["custom_generate"] = plug_in
@@ -94,6 +112,7 @@ class LibraryMethod(OtherMethod):
             do_sample=sampling.temperature > 0,
             assistant_model=self.assistant,
             streamer=streamer,
+            repetition_penalty=sampling.repetition_penalty,
             **(filters if sampling.temperature else {}),
             **self.options,
         )
@@ -161,6 +180,33 @@ def check_greedy(
     return figures
 
 
+def method_of(name: str, inputs: Inputs, batch: int = 1) -> OtherMethod:
+    """A method of another program, which is not loaded yet. batch: the texts that it must be able to decode at once."""
+    if METHODS[name].engine != "generate":
+        return Peer(name, inputs.dtype, batch)
+    vocabulary, gamma = len(inputs.tokenizer), inputs.settings.decoding.gamma_of("fixed")
+    return LibraryMethod(name, inputs.library, vocabulary, gamma, batch, inputs.tokenizer)
+
+
+def drawn_texts(
+    method: OtherMethod, prompts: Sequence[list[int]], count: int, sampling: Sampling, seed: int, first: int = 0
+) -> Sequence[Sequence[int]]:
+    """`count` tokens after each prompt. Each text has a seed of its own. first: the number of the first text."""
+    seeds = [seed + 7919 * number for number in range(first + 1, first + len(prompts) + 1)]
+    return method.write(prompts, count, sampling, seeds, min(CHECKED_BATCH, method.batch))[0]
+
+
+def sources_of(inputs: Inputs, models: LoadedModels) -> dict[str, Source]:
+    """{role: what a program converts} of the target and the draft."""
+    sources: dict[str, Source] = {}
+    for role in [role for role in ("target", "draft") if role in inputs.folders]:
+        model, folder = models[role], inputs.folders[role]
+        slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
+        converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
+        sources[role] = Source(folder, converted, model.parameters, model.vocabulary, slot)
+    return sources
+
+
 @contextmanager
 def other_methods(
     inputs: Inputs,
@@ -173,14 +219,8 @@ def other_methods(
 ) -> Iterator[dict[str, Timed]]:
     """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. A line
     of results describes each, with the reason if it is left out. They run until the context ends."""
-    settings, vocabulary = inputs.settings, models["target"].vocabulary
-    gamma, batch = settings.decoding.gamma_of("fixed"), settings.measuring.batch or 1
-    methods: dict[str, OtherMethod] = {}
-    for name in names:
-        if METHODS[name].engine == "generate":
-            methods[name] = LibraryMethod(name, inputs.library, vocabulary, gamma, batch)
-        else:
-            methods[name] = Peer(name, inputs.dtype, batch)
+    batch = inputs.settings.measuring.batch or 1
+    methods = {name: method_of(name, inputs, batch) for name in names}
     try:
         for line in check_programs(inputs, models, methods, prompts, sampling, max_len) if methods else ():
             append(line)
@@ -205,14 +245,8 @@ def check_programs(
     checked."""
     settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
     alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
-    sources: dict[str, Source] = {}
-    references: dict[str, Float32Model] = {}
-    for role in [role for role in ("target", "draft") if role in inputs.folders]:
-        model, folder = models[role], inputs.folders[role]
-        slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
-        converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
-        sources[role] = Source(folder, converted, model.parameters, model.vocabulary, slot)
-        references[role] = Float32Model(folder, models["target"].vocabulary, inputs.device)
+    sources, vocabulary = sources_of(inputs, models), models["target"].vocabulary
+    references = {role: Float32Model(source.folder, vocabulary, inputs.device) for role, source in sources.items()}
     target, draft = references["target"], references.get("draft")
     prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
     memory, context = available_memory("cpu"), max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
@@ -226,8 +260,7 @@ def check_programs(
             if judged:
                 greedy = check_greedy(method, target, prompts, seed)
             if judged and sampling.temperature:  # Greedy text says nothing of sampling.
-                seeds = [seed + 7919 * number for number in range(1, TEXTS + 1)]
-                texts, _ = method.write(prefixes, TEXT_TOKENS, sampling, seeds, min(CHECKED_BATCH, method.batch))
+                texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, seed)
                 auditor = Auditor(target, draft, method.unit_roundoff, seed, limit_of(len(methods)))
                 drawn = auditor.drawn(prefixes, texts, sampling)
                 if folder_of_texts:

@@ -221,8 +221,7 @@ class Peer(OtherMethod):
     ) -> Written:
         assert self.process is not None
         requests = [  # The programs take no seeds of more bits.
-            TextRequest(prompt, count, sampling.temperature, sampling.top_p, seed % (1 << 32))
-            for prompt, seed in zip(prompts, seeds)
+            TextRequest(prompt, count, sampling, seed % (1 << 32)) for prompt, seed in zip(prompts, seeds)
         ]
         texts, records = [], []
         for part in [requests] if batch > 1 else [[request] for request in requests]:

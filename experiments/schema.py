@@ -248,6 +248,7 @@ class PowerLine(TrialConditions, EvidenceFigures):
     what: str
     seen_in: str  # the public code that makes or made it
     seen_by: list[str]  # the tests that noticed it
+    order: NotRequired[str]  # of the vocabulary: the role of the model whose q / p it is; "p"; missing in older records
 
 
 class GreedyFigures(TypedDict):
@@ -288,6 +289,7 @@ class AuditFigures(EvidenceFigures):
     places: list[TokenPlace]  # of impossible tokens
     alike: NotRequired[float]  # the p-value of `lossless.audit.alike`
     power: Power
+    variation: NotRequired[list[float]]  # the bounds of the total variation (`lossless.audit.variation_of`)
     fits: list[dict[str, float]]  # other settings under which no test rejects them
 
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from scipy.stats import chi2, kstwo, norm
+from scipy.stats import chi2, kstest, kstwo, norm
 from torch import Tensor
 
 from experiments.loading import Inputs, LoadedModels
@@ -35,6 +35,7 @@ LISTED = 20  # tokens that are listed with their places
 RETOKENISED = 0.02
 FITTED = 6400  # tokens at most that are tested for other settings
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
+CONFIDENCE = 0.95  # of the bounds of the total variation
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Auditor:
             "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
             "alike": alike(evidence.u),
             "power": power_of(evidence, self.limit),
+            "variation": variation_of(evidence),
             "fits": fits,
         }
         return cast(AuditFigures, figures | asdict(sampling) | findings)
@@ -148,6 +150,22 @@ def power_of(evidence: Evidence, limit: float) -> Power:
         "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[possible].sum() ** 0.5 / n),
         "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
     }
+
+
+def variation_of(evidence: Evidence) -> list[float]:
+    """The total variation distance of the sampler from p, averaged over contexts, as far as the order of the vocabulary
+    shows it: the bounds that it respects with a confidence of CONFIDENCE.
+
+    Let F be the mean of the true distributions of u, given the texts before the tokens. It differs from the uniform one
+    by at most the mean total variation. The empirical distribution differs from F by a martingale. Its covariance is at
+    most that of the Brownian bridge, so the supremum is at most as large as Kolmogorov's for so many independent u. An
+    impossible token comes last in the order: its u is 1.
+    """
+    u = np.where(evidence.impossible == 1, 1.0, evidence.u)
+    u = u[~np.isnan(u)]
+    distance = kstest(u, "uniform").statistic if len(u) else 0.0
+    error = kstwo.isf(1 - CONFIDENCE, max(1, len(u)))
+    return [max(0.0, float(distance - error)), min(1.0, float(distance + error))]
 
 
 def others(sampling: Sampling) -> list[Sampling]:

@@ -140,8 +140,9 @@ class Trial:
             head = {"kind": "lossless", "test": "drawn", "method": name, **self.conditions, **rest}
             self.append(cast(Line, head | evidence.figures() | self.shown_counts(evidence)))
 
-    def find_mistakes(self) -> None:
-        """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all."""
+    def find_mistakes(self, order: str = "draft") -> None:
+        """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all. order: see
+        `scorer`."""
         samplers, planted = build(self.names, self.models, self.decoding), list[tuple[str, str]]()
         for name, mistake in MISTAKES.items():
             fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
@@ -155,7 +156,7 @@ class Trial:
             tested = mistake.tested(self.sampling)
             samplers = [build([method], self.models, self.decoding)[method] for _ in range(2)]
             flawed, guessing = (mistake.planted(sampler, tested) for sampler in samplers)
-            parts = flawed, guessing, self.scorer(tested)
+            parts = flawed, guessing, self.scorer(tested, order)
             evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
             while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
                 written = len(evidence.u)
@@ -167,7 +168,7 @@ class Trial:
             return {**figures, **self.shown_counts(evidence), **names, "seen_by": tests}
 
         for line in followed(self.mapped(find, planted), "planted mistakes", len(planted)):
-            self.append(cast(Line, {"kind": "lossless", "test": "mistake", **self.conditions, **line}))
+            self.append(cast(Line, {"kind": "lossless", "test": "mistake", "order": order, **self.conditions, **line}))
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""

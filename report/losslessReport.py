@@ -12,7 +12,7 @@ from rich.text import Text
 
 from experiments.schema import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from inputs.commandLine import counted
-from lossless.audit import LISTED, RETOKENISED, SEEN
+from lossless.audit import CONFIDENCE, LISTED, RETOKENISED, SEEN
 from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
 from report.tables import Columns, name_of, plain, table_of
 
@@ -194,6 +194,9 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a total variation of {power['variation']:.2g} in the order of {line['order']}."
         )
+        if "variation" in line:
+            low, high = line["variation"]
+            yield f"The total variation is between {low:.2g} and {high:.2g} there, with {CONFIDENCE:.0%} confidence."
 
 
 def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:

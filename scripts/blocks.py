@@ -6,26 +6,27 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from itertools import dropwhile
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import cast
+from typing import Any, cast
 
 from experiments.flags import parser
 from experiments.intervals import speedup
 from experiments.schema import Run, SpeedLine, TextPerplexityLine, of_kind
 from inputs.commandLine import visible
 from inputs.files import ROOT
-from methods.catalogue import METHODS
+from methods.catalogue import CATALOGUE, METHODS
 from playback.trace import summary
-from report.losslessReport import verdict
+from report.losslessReport import POWER_COLUMNS, verdict
 from report.results import Results, pieces_of_run
 from report.sources import SPEED_UP, text_table
-from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
+from report.tables import Cell, Measured, Table, markdown, name_of, notation, span, table_of
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
 from scripts.keepRecord import Records, command_of, differing, source
 from utils import UserError
@@ -244,6 +245,45 @@ def graph(records: Records) -> str:
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
 
 
+def bound(cell: Mapping[str, Any] | None) -> str:
+    """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
+    target's."""
+    if not cell or cell["failed"]:
+        return "fails" if cell else ""
+    if "beyond" in cell:
+        return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
+    low, high = (100 * value for value in cell["variation"])
+    lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
+    return f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %"
+
+
+def engines(records: Records) -> str:
+    """The audit of every engine's text: a row for each method and seed, a column for each setting of sampling."""
+    record, rows = records["engines"][0], defaultdict[tuple[int, int], dict[str, Any]](dict)
+    for cell in record["cells"]:
+        rows[cell["seed"], list(METHODS).index(cell["method"])][cell["setting"]] = cell
+    settings = list(dict.fromkeys(cell["setting"] for cell in record["cells"]))
+    table = Table("", ["", "version", *settings, "the target's text?"])
+    for seed, number in sorted(rows):
+        cells, method = rows[seed, number], CATALOGUE[number]
+        done = [cell for cell in cells.values() if not cell["failed"]]
+        said = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
+        said = "another model" if any(cell["precision"] == "int8" for cell in done) else said if done else ""
+        title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}"
+        version = done[0]["version"] if done and method.engine else ""
+        table.add(title, version, *(bound(cells.get(setting)) for setting in settings), said)
+    tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
+    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}"
+
+
+def mutations(records: Records) -> str:
+    """How many tokens the tests needed to see each planted mistake, with the vocabulary in both orders."""
+    record = records["engines"][0]
+    columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
+    columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
+    return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
+
+
 def methods_table(records: Records) -> str:
     """The catalogue of methods."""
     table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
@@ -294,6 +334,8 @@ OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
+    "engines": engines,
+    "engines-mistakes": mutations,
     "layout": layout,
     "graph": graph,
     "methods": methods_table,

@@ -13,7 +13,7 @@ from test_specSampling import PROMPTS
 from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
-from lossless.audit import RETOKENISED, Auditor, alike, others, power_of
+from lossless.audit import RETOKENISED, Auditor, alike, others, power_of, variation_of
 from lossless.evidence import Evidence, limit_of, seen_by
 from lossless.scorer import TextScorer
 from regrSampling import regrSampling
@@ -41,6 +41,21 @@ def drawn(target, sampling, rows=64):
 def judged(target, written_with, sampling, **options):
     """The figures of the target's texts that were drawn with one sampling and are judged by another."""
     return Auditor(target, None, UNIT, **options).drawn(*drawn(target, written_with), sampling)
+
+
+@pytest.mark.parametrize("moved", [0.0, 0.1])
+def test_the_bounds_of_the_total_variation_hold(moved):
+    """u of a sampler that gives the last tokens of the order, 20 % of p, a share that is larger by `moved`."""
+    random, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        u = random.random((20, 50))
+        last = random.random(u.shape) < 0.2 + moved
+        u = np.where(last, 0.8 + 0.2 * u, 0.8 * u)
+        impossible = np.where(u > 1 - moved / 4, 1.0, 0.0)  # They are the last of all.
+        low, high = variation_of(Evidence(np.where(impossible, np.nan, u), u, u, u, impossible))
+        held += low <= moved <= high
+        assert high < moved + 0.1 and low > moved - 0.1
+    assert held >= 190 if moved else held > 180
 
 
 def test_texts_of_different_lengths_are_scored_as_each_alone(target, monkeypatch):

@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import time
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -68,16 +67,16 @@ class Pretender:
         requests, batch = arguments
         if len(requests) > 1:
             self.batches.append((batch, len(requests)))
-        return [self.text(number, **asdict(request)) for number, request in enumerate(requests)]
+        return [self.text(number, request) for number, request in enumerate(requests)]
 
-    def text(self, number, prompt, count, temperature, top_p, seed):
-        if self.fault == "late" and count == 7:
+    def text(self, number, request):
+        if self.fault == "late" and request.count == 7:
             raise PeerError("out of memory")
-        wrong = self.fault == ("sampled" if temperature else "greedy") or (self.fault == "batch" and number)
-        sampling = Sampling(temperature, 0, top_p) if temperature else GREEDY
-        generator = torch.Generator().manual_seed(seed)
+        wrong = "sampled" if request.sampling.temperature else "greedy"
+        wrong = self.fault == wrong or (self.fault == "batch" and number)
+        generator = torch.Generator().manual_seed(request.seed)
         model = self.models["draft" if wrong else "target"]
-        (text,), (record,) = regrSampling([prompt], model, count, sampling, None, generator)
+        (text,), (record,) = regrSampling([request.prompt], model, request.count, request.sampling, None, generator)
         return text, [[when, 1] for when in record.times]
 
     def close(self):
@@ -122,14 +121,17 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
         "llama.cpp:plain": "no difference found",
         "llama.cpp:draft": "no difference found",  # It fails later, while it is timed.
         "llama.cpp:copy": "no difference found",
+        "llama.cpp:lookup": "no difference found",
         "llama.cpp:int8": "another model",
         "openvino:plain": "left out: the library is missing",
         "openvino:draft": "difference found: ",
+        "openvino:lookup": "no difference found",
         "openvino:int8": "left out: the library is missing",
         "ctranslate2:plain": "left out: not timed: ",
         "ctranslate2:int8": "left out: not timed: ",
         "vllm:plain": "no difference found",
         "vllm:lookup": "difference found: ",
+        "vllm:draft": "no difference found",
     }
     assert list(said) == list(expected)
     assert all(said[name].startswith(words) for name, words in expected.items()), said
@@ -153,11 +155,11 @@ def test_a_batch_is_checked_and_timed_at_once(compared):
     lines, processes = compared({("vllm", "lookup"): "batch"}, "--batch", "2", "--sentences", "3")
     failed = {line["method"]: line["failed"] for line in lines if line.get("test") == "engine" and line["failed"]}
     assert "greedy tokens" in failed.pop("vllm:lookup")
-    alone = {"openvino:plain", "openvino:draft", "openvino:int8", "ctranslate2:plain", "ctranslate2:int8"}
+    alone = {f"{program}:{kind}" for program in ("openvino", "ctranslate2") for kind in PROGRAMS[program].rows}
     assert failed == dict.fromkeys(alone, "it decodes one text at a time here")
     queues = of_kind(lines, "queue")
     llama = {f"llama.cpp:{kind}" for kind in LlamaCpp.rows}
-    assert {line["method"] for line in queues} == {"target", "vllm:plain"} | llama
+    assert {line["method"] for line in queues} == {"target", "vllm:plain", "vllm:draft"} | llama
     assert all(line["texts"] == 3 and line["tokens"] == 21 for line in queues)
     (batches,) = {tuple(process.batches) for process in processes if process.batches and process.fault is None}
     assert batches[:2] == ((2, 3), (2, 4)) and set(batches[2:]) == {(2, 2), (2, 3)}  # checks, warm-up and the queue
@@ -276,7 +278,7 @@ def test_a_child_answers_between_noise_and_stops_when_idle(toy, monkeypatch):
         assert wait_for(lambda: process.status() == psutil.STATUS_STOPPED)
 
         def write(*seeds):
-            return child.ask("write", [TextRequest([5, 6, seed], 3, 0.0, 1.0, seed) for seed in seeds], 1)
+            return child.ask("write", [TextRequest([5, 6, seed], 3, GREEDY, seed) for seed in seeds], 1)
 
         assert write(0, 3) == [([5, 6, seed], [(0.5, 3)]) for seed in (0, 3)]
         with pytest.raises(PeerError, match="^ValueError: two lines$"):
@@ -303,15 +305,23 @@ def test_vllm_loads_intels_openmp_first(tmp_path, monkeypatch):
     assert Vllm.preloaded()[-1] == str(tmp_path / "lib/libiomp5.so")
 
 
-@pytest.mark.parametrize("temperature, samplers", [(0.0, ["top_k"]), (0.7, ["temperature", "top_p"])])
-def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(temperature, samplers):
+@pytest.mark.parametrize(
+    "sampling, filters",
+    [
+        (GREEDY, {"samplers": ["penalties", "top_k"], "top_k": 1}),
+        (Sampling(0.7, 40, 0.9, 1.2), {"samplers": ["penalties", "temperature", "top_k", "top_p"], "top_k": 40}),
+    ],
+)
+def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(sampling, filters):
     """Its `ignore_eos` bans every token that ends a text: another distribution. Its model has none here."""
     server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
     answer = {"tokens": [4, 5], "timings": {"prompt_ms": 1.0, "predicted_ms": 2.0}}
     server.session.post.return_value.json.return_value = answer
-    assert LlamaCpp.generate(server, TextRequest([1, 2], 2, temperature, 0.9, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)])
+    assert LlamaCpp.generate(server, TextRequest([1, 2], 2, sampling, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)])
     (address,), body = server.session.post.call_args.args, server.session.post.call_args.kwargs["json"]
-    assert (address, body["samplers"], body["seed"]) == ("http://server/completion", samplers, 7)
+    assert (address, body["seed"]) == ("http://server/completion", 7)
+    asked = filters | {"repeat_penalty": sampling.repetition_penalty, "repeat_last_n": 4, "top_p": sampling.top_p}
+    assert body | asked == body  # The penalty counts the prompt too.
     assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
 
 

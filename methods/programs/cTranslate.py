@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from methods.programs.program import SITE, Answer, LoadRequest, Program, Row, TextRequest, Weights
+from utils import GREEDY
 
 
 class CTranslate(Program):
@@ -21,7 +22,7 @@ class CTranslate(Program):
     rows = {"plain": Row("float32", precision="float32"), "int8": Row("weights in int8", precision="int8")}
     requirements = "ctranslate2==4.8.5", "pyyaml"
     installed = SITE / "ctranslate2"
-    TRIAL, TRIALS = TextRequest([0], 8, 0.0, 1.0, 0), 4  # what is decoded to find the number, and how often
+    TRIAL, TRIALS = TextRequest([0], 8, GREEDY, 0), 4  # what is decoded to find the number, and how often
 
     def __init__(self, request: LoadRequest) -> None:
         if request.precision == "float32":
@@ -67,9 +68,11 @@ class CTranslate(Program):
 
     def generate(self, request: TextRequest) -> Answer:
         self.library.set_random_seed(request.seed)
-        options: dict[str, Any] = {"sampling_topk": 1}
-        if request.temperature:
-            options = {"sampling_topk": 0, "sampling_topp": request.top_p, "sampling_temperature": request.temperature}
+        sampling = request.sampling
+        options: dict[str, Any] = {"sampling_topk": 1, "repetition_penalty": sampling.repetition_penalty}
+        if sampling.temperature:
+            filters = {"topk": sampling.top_k, "topp": sampling.top_p, "temperature": sampling.temperature}
+            options |= {f"sampling_{name}": value for name, value in filters.items()}
         times: list[tuple[float, int]] = []
         start = time.perf_counter()
         (result,) = self.generator.generate_batch(

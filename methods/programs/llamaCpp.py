@@ -21,6 +21,7 @@ import numpy as np
 from methods.programs.program import FOLDER, PIP, Answer, LoadRequest, Program, Row, TextRequest, Weights, run_command
 
 SURE = 0.5  # how probable a guess must be to the draft
+MATCHED = 2  # tokens that prompt lookup must find again
 WAIT = 600  # seconds for the server to write a text
 CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -41,12 +42,13 @@ class LlamaCpp(Program):
         "plain": Row("float16", None, "float16"),
         "draft": Row("float16, the draft model guesses", "draft", "float16"),
         "copy": Row("float16, the target's 4-bit copy guesses", "target", "float16"),
+        "lookup": Row("float16, its n-grams guess", "lookup", "float16"),
         "int8": Row("weights in int8", None, "int8"),
     }
     requirements = ("llama-cpp-python==0.3.36",)
     installed = FOLDER / "llama-server"
     batches = coin = True
-    version = "llama.cpp server of llama-cpp-python"
+    version = f"llama.cpp server of {requirements[0].replace('==', ' ')}"
 
     @classmethod
     def install(cls) -> None:
@@ -140,6 +142,9 @@ class LlamaCpp(Program):
                 # no further there. Random weights are never sure, and a coin accepts them.
                 "--spec-draft-p-min", "0" if request.alpha is not None else str(SURE),
             ]
+        if request.lookup:
+            command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(MATCHED)]
+            command += ["--spec-ngram-simple-size-m", str(request.gamma)]
         if request.alpha is not None:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]
         # fmt: on
@@ -164,15 +169,18 @@ class LlamaCpp(Program):
 
     def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt. The times are by the server's own clock: an HTTP request is no part of decoding."""
+        sampling, drawn = request.sampling, request.sampling.temperature > 0
         body = {
             "prompt": request.prompt,
             "n_predict": request.count,
             "cache_prompt": False,
             "return_tokens": True,
-            "samplers": ["temperature", "top_p"] if request.temperature else ["top_k"],
-            "temperature": request.temperature,
-            "top_p": request.top_p if request.temperature else 1.0,
-            "top_k": 0 if request.temperature else 1,
+            "samplers": ["penalties", "temperature", "top_k", "top_p"] if drawn else ["penalties", "top_k"],
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k if drawn else 1,
+            "repeat_penalty": sampling.repetition_penalty,
+            "repeat_last_n": len(request.prompt) + request.count,  # of the whole text
             "seed": request.seed,
         }
         response = self.session.post(f"{self.address}/completion", json=body, timeout=WAIT)

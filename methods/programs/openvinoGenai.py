@@ -13,6 +13,7 @@ import numpy as np
 from methods.programs.program import SITE, Answer, LoadRequest, Program, Row, TextRequest, Weights
 
 CACHE = 1  # GB of KV cache
+MATCHED = 2  # tokens that prompt lookup must find again, at most
 
 
 class OpenVino(Program):
@@ -22,6 +23,7 @@ class OpenVino(Program):
     rows = {
         "plain": Row("OpenVINO GenAI", stored=2),
         "draft": Row("the draft model guesses", "draft", stored=2),
+        "lookup": Row("its prompt lookup", "lookup", stored=2),
         "int8": Row("weights in int8", precision="int8"),
     }
     requirements = "openvino-genai==2026.4.1.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"
@@ -39,9 +41,12 @@ class OpenVino(Program):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = CACHE, False
         options: dict[str, Any] = {"scheduler_config": scheduler}
-        self.gamma = request.gamma if request.draft else None
+        self.gamma = request.gamma if request.draft or request.lookup else None
+        self.matched = MATCHED if request.lookup else 0  # With a draft model it would change how guesses are accepted.
         if request.draft:
             options["draft_model"] = openvino_genai.draft_model(request.draft, "CPU", **settings)
+        if request.lookup:
+            options["prompt_lookup"] = True
         self.settings = settings | {"num_assistant_tokens": self.gamma, "enable_prefix_caching": False}
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **options)
 
@@ -90,10 +95,13 @@ class OpenVino(Program):
 
         config = genai.GenerationConfig()
         config.max_new_tokens, config.ignore_eos, config.rng_seed = request.count, True, request.seed
-        if request.temperature:
-            config.do_sample, config.temperature, config.top_p = True, request.temperature, request.top_p
+        sampling, config.repetition_penalty = request.sampling, request.sampling.repetition_penalty
+        if sampling.temperature:
+            config.do_sample, config.temperature, config.top_p = True, sampling.temperature, sampling.top_p
+            config.top_k = sampling.top_k or config.top_k  # By default it keeps all.
         if self.gamma:
             config.num_assistant_tokens = self.gamma
+            config.max_ngram_size = self.matched
         tokens = openvino.Tensor(np.array([request.prompt], np.int64))
         prompt = genai.TokenizedInputs(tokens, openvino.Tensor(np.ones((1, len(request.prompt)), np.int64)))
         times: list[tuple[float, int]] = []

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from inputs.files import ROOT
+from utils import Sampling
 
 FOLDER = ROOT / ".peers"  # what `python -m benchmark.install` installs, and the converted models
 SITE = FOLDER / "site"
@@ -68,12 +69,11 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class TextRequest:
-    """The request of one text. temperature: 0 for greedy decoding. The text never ends early. seed: of 32 bits."""
+    """The request of one text. The text never ends early. seed: of 32 bits."""
 
     prompt: list[int]
     count: int
-    temperature: float
-    top_p: float
+    sampling: Sampling
     seed: int
 
 

@@ -18,6 +18,7 @@ class Generate(Program):
         "lookup": Row("its prompt lookup", "lookup"),
         "draft": Row("its assisted decoding with gamma guesses each round", "draft"),
         "assisted": Row("its assisted decoding as it comes", "draft"),
+        "universal": Row("its assisted decoding for any tokenizer", "draft"),
         "custom": Row("this project's speculative sampling inside generate", "draft"),
     }
 

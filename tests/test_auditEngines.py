@@ -1,0 +1,74 @@
+"""The audit of engines: which cells are run, and what the page says of them."""
+
+import json
+
+import pytest
+
+from benchmark.others import LibraryMethod
+from benchmark.peers import PeerError
+from scripts import auditEngines, blocks
+from utils import GREEDY, Sampling
+
+
+@pytest.fixture
+def audit(flags, tmp_path, monkeypatch):
+    """`audit_engines` for a method of each kind on the tiny pair: it returns the cells of the record."""
+    settings = {"T 1": Sampling(1.0, 0, 1.0), "greedy": GREEDY}
+    changed = {"FILE": tmp_path / "engines.json", "TEXTS": tmp_path / "texts", "SETTINGS": settings, "OWN": "fixed"}
+    changed |= {"ENGINES": "generate:plain", "FLAGS": f"{' '.join(flags)} --dtype float32 --gamma 2"}
+    for name, value in (changed | {"TEXT_TOKENS": 20, "PROMPTS": 4}).items():
+        monkeypatch.setattr(auditEngines, name, value)
+
+    def run(names=None, tokens=200, seed=0):
+        auditEngines.audit_engines(names, False, tokens, seed)
+        cells = json.loads(changed["FILE"].read_text())["cells"]
+        return {(cell["method"], cell["setting"], cell["seed"]): cell for cell in cells}
+
+    run.file = changed["FILE"]
+    return run
+
+
+def test_a_cell_that_is_done_is_not_run_again_and_a_larger_one_goes_on(audit, monkeypatch):
+    cells = audit()
+    assert len(cells) == 6 and not any(cell["failed"] for cell in cells.values())
+    assert all(cell["tokens"] == 200 for cell in cells.values() if "variation" in cell)
+    honest, firsts = auditEngines.drawn_texts, []
+
+    def drawn(*options):
+        firsts.extend(options[5:])
+        return honest(*options)
+
+    monkeypatch.setattr(auditEngines, "drawn_texts", drawn)
+    assert audit() == cells and not firsts
+    assert audit("fixed", 280)["fixed", "T 1", 0]["tokens"] == 280 and firsts == [10]
+    assert audit("fixed", 200, 1).keys() - cells.keys() == {("fixed", setting, 1) for setting in ("T 1", "greedy")}
+
+
+def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again(audit, monkeypatch):
+    honest, prompt = LibraryMethod.text, []
+
+    def wrong(method, tokens, count, sampling, seed):
+        """Its text is always the same, so it is the target's only where that is drawn greedily."""
+        prompt[:] = prompt or [tokens]
+        return honest(method, tokens if sampling is GREEDY else prompt[0], count, GREEDY, seed)
+
+    monkeypatch.setattr(LibraryMethod, "text", wrong)
+    cells = audit()
+    cell = cells["generate:plain", "T 1", 0]
+    assert cell["seen_by"] and cell["variation"][0] > 0
+    table = {row.split(" | ")[0][2:]: row for row in audited(audit.file).splitlines() if row.startswith("| ")}
+    assert "**no**" in table["generate:plain"] and "the target's" in table["generate:plain"]
+    assert "no difference found" in table["fixed"] and "≤ " in table["fixed"]
+
+    def fails(method, *options):
+        raise PeerError("no such cache")
+
+    monkeypatch.setattr(LibraryMethod, "text", fails)
+    assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
+    monkeypatch.setattr(LibraryMethod, "text", honest)
+    assert not audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["seen_by"]
+
+
+def audited(file):
+    """The table of the page."""
+    return blocks.engines({"engines": (json.loads(file.read_text()), [])})
