@@ -235,17 +235,17 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
         label = f"{name} ({point['gamma']})"
         width = 0.0075 * right * len(label)
         sides = (0.0, x + 0.012 * right), (0.02, x - 0.012 * right - width)
-        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.09, 0.09, 13)))
+        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.18, 0.18, 25)))
         for _, up, left in nearest:  # The nearest place where it covers no point and no other label.
             box = left, y + up * top, width
             covers = [abs(b - box[1]) < 0.032 * top and a < left + width and left < a + w for a, b, w in boxes]
-            if left > LEFT and not any(covers):
+            if left > LEFT and box[1] > 0.03 * top and not any(covers):
                 break
         boxes.append(box)
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
         axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line)
     axes.plot(*zip(*frontier), color=RED, linewidth=1.4, zorder=1)
-    axes.set(xlim=(LEFT, right), ylim=(0.5, top), ylabel="tokens of a round")
+    axes.set(xlim=(LEFT, right), ylim=(0, top), ylabel="tokens of a round")
     axes.set_xlabel("bytes read in a round, in units of a forward of the target")
     title = (
         f"{next(iter(record['models']))}, temperature {SHOWN}, top-p {record['top_p']}; gamma, or depth, in brackets"
