@@ -97,7 +97,7 @@ def load(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float
         few = inputs.copies.weights * (bits / 8 + SCALE) if inputs.copies and model.cache_of else 0
         keys = cache_bytes(model.model.config.get_text_config(), CONTEXT, torch.bfloat16)
         sizes[role] = (few or bytes_of_weights(model)) + keys
-    return inputs, inputs.as_timed(models), sizes
+    return inputs, inputs.as_timed(models, inputs.dtype), sizes
 
 
 def two_drafts(p: Tensor, q: Tensor) -> float:
