@@ -162,9 +162,13 @@ class Inputs:
 
     def load_as_timed(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
         """`load`, and compile the models if the flags say so. An audit judges with eager ones. It is not timed."""
-        measuring, models = self.settings.measuring, self.load(dtype, batches, roles)
+        return self.as_timed(self.load(dtype, batches, roles), dtype, roles is None)
+
+    def as_timed(self, models: LoadedModels, dtype: str, are_all: bool = True) -> LoadedModels:
+        """The models that `load` returned, compiled if the flags say so. are_all: those of all roles."""
+        measuring = self.settings.measuring
         compiles = self.settings.models.compile and not measuring.audit
-        if roles is None and any(METHODS[name].engine == "generate" for name in measuring.names):
+        if are_all and any(METHODS[name].engine == "generate" for name in measuring.names):
             # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
         if compiles:

@@ -97,31 +97,38 @@ def overlaps_of(
     """
 
     def rounds_of(number: int) -> list[RoundChances]:
-        paths: list[list[list[float]]] = []
-
-        def observer(rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
-            paths.append(chances_on_path(guesses, p[0], int(last[0])))
-
         generator = Generator(device).manual_seed(seed + number)
         options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "end_of_text": end_of_text}
-        _, (record,) = sampler([prompts[number]], generator=generator, observer=observer, **options)
-        return list(zip(paths, record.drafted[1:], record.accepted[1:]))
+        return rounds_along(sampler, [prompts[number]], generator=[generator], **options)[0]
 
     rounds = [one for text in spread(rounds_of, range(len(prompts))) for one in text]
     accepted = sum(accepted for *_, accepted in rounds)
     return {"overlap_by_position": by_position(rounds), "rounds": len(rounds), "accepted": accepted}
 
 
-def chances_on_path(guesses: Guesses, p: Tensor, last: int) -> list[list[float]]:
-    """`chances` of the children of each node on the accepted path of a round, from the root to `last`. guesses: of a
-    single row. p `[nodes + 1, V]`: the target's distribution after the root and after each guess."""
+def rounds_along(sampler: Sampler, prompts: Sequence[list[int]], **options: Any) -> list[list[RoundChances]]:
+    """The rounds of one text after each of `prompts`, which are decoded together."""
+    paths: list[list[list[list[float]]]] = [[] for _ in prompts]
+
+    def observer(rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
+        for row, number in enumerate(rows.numbers):
+            if not rows.ended[row]:
+                paths[number].append(chances_on_path(guesses, p[row], int(last[row]), row))
+
+    _, records = sampler(prompts, observer=observer, **options)
+    return [list(zip(path, record.drafted[1:], record.accepted[1:])) for path, record in zip(paths, records)]
+
+
+def chances_on_path(guesses: Guesses, p: Tensor, last: int, row: int = 0) -> list[list[float]]:
+    """`chances` of the children of each node on the accepted path of a round, from the root to `last`. p
+    `[nodes + 1, V]`: the target's distribution after the root and after each guess of the row."""
     parents: Sequence[int] = guesses.tree.parents if guesses.tree else range(guesses.drafts.shape[1])
     path = [last]
     while path[0]:
         path.insert(0, parents[path[0] - 1])
     children = [[i for i, parent in enumerate(parents) if parent == node] for node in path]  # in drafts and q
     return [
-        chances(p[node], guesses.q[0, below], guesses.drafts[0, below]) if below else []
+        chances(p[node], guesses.q[row, below], guesses.drafts[row, below]) if below else []
         for node, below in zip(path, children)
     ]
 
@@ -201,6 +208,8 @@ def sweep_costs(
     longest, device, spread = max(GAMMAS), inputs.device, inputs.processes.mapped
     options = prompts, device, sampling, max_len, None, inputs.settings.measuring.seed, spread
     (scoring,) = spread(lambda prompt: step_costs(prompt, target, sampling, device, longest, REPEATS), prompts[:1])
+    if inputs.settings.decoding.acceptance is not None:  # Guesses are accepted whatever p and q are.
+        return {"alpha": None, "scoring": scoring, "overlap_by_position": []}
     guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
     for_alpha, by_position = (overlaps_of(partial(guessing, gamma=Fixed(n)), *options) for n in (ALPHA_GAMMA, longest))
     alpha = expectations(for_alpha["overlap_by_position"])["overlap"]
@@ -273,10 +282,12 @@ def measure_batches(
 def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
-    "rows": for each gamma the measured figures of `intervals.summarize`, with "paper", the speed-up by the paper's
-    theorem 3.8, and "theory", the same with the measured cost of scoring; "expected", the tokens a round that follow
-    from the overlaps of p and q (nan where the record has none). "alpha", "c": the inputs of theory. "plain": the
-    target alone. "best": the gamma that is best by the paper's theorem.
+    "rows": for each gamma the measured figures of `intervals.summarize`, with "expected", the tokens a round that
+    follow from the overlaps of p and q at each position of a round; "theory", these over the measured costs of
+    drafting and scoring; and "paper", theorem 3.8, which takes each guess to be accepted with the same probability
+    alpha, independently of the others, and scoring to cost what one token costs. Without overlaps (`--acceptance`, an
+    older record) tokens are expected of alpha. "alpha", "c": the inputs of theory; alpha is that of the run, by
+    counting. "plain": the target alone. "best": the gamma that is best by the paper's theorem.
     """
     by_method = {row["method"]: row for row in summarize(texts)}
     # Without a draft model (lookup) a guess costs nothing.
@@ -284,17 +295,12 @@ def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
     rates = [position[2] / position[1] for position in costs["overlap_by_position"]]
-    rows = [
-        by_method[f"gamma {gamma}"]
-        | {
-            "gamma": gamma,
-            "paper": improvement(alpha, gamma, c),
-            "theory": improvement(alpha, gamma, c, costs["scoring"][gamma]),
-            "expected": expected_chain(rates[:gamma]) if len(rates) >= gamma else float("nan"),
-        }
-        for gamma in GAMMAS
-        if f"gamma {gamma}" in by_method  # Some are missing in a run that was stopped.
-    ]
+    rows = []
+    for gamma in GAMMAS:
+        if f"gamma {gamma}" in by_method:  # Some are missing in a run that was stopped.
+            expected = expected_chain(rates[:gamma] if len(rates) >= gamma else [alpha] * gamma)
+            theory = {"theory": expected / (gamma * c + costs["scoring"][gamma]), "paper": improvement(alpha, gamma, c)}
+            rows.append(by_method[f"gamma {gamma}"] | {"gamma": gamma, "expected": expected, **theory})
     best = max(range(33), key=lambda gamma: improvement(alpha, gamma, c))
     return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": best}
 

@@ -41,8 +41,8 @@ plt.rcParams.update({
 
 BLUE, RED, GREY, DARK, BROWN = "#bfd3f2", "#c0392b", "#777777", "#2c3e50", "#e5d3b3"
 THEORIES = (  # key of `sweep.predict`, style of the line, label
-    ("theory", "-", "theory, scoring at its measured cost"),
-    ("paper", ":", "theory, scoring at the cost of one token"),
+    ("theory", "-", "theory, of what was accepted and measured costs"),
+    ("paper", ":", "theorem 3.8: i.i.d. guesses, scoring at the cost of one token"),
 )
 
 

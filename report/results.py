@@ -180,7 +180,7 @@ def pieces_of_run(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableTyp
     if engines:
         yield engine_table(engines)
     if steps := of_kind(lines, schema.StepLine):
-        yield from step_tables(steps)
+        yield from step_tables(steps, [line for line in speed if line["mode"] == "compare"])
     yield from losslessReport.lossless_report(lines)
     for end in of_kind(lines, schema.EndLine):
         yield from (plain(f"Figure: {file}") for file in end.get("figures", ()))

@@ -68,12 +68,13 @@ STEP_NOTES = (
     "alone or by a forward: {read}. A small model's weights may stay in the processor's cache, so reading fewer bytes "
     "does not count. of the first: over the time in the first row. c: a draft step over a plain step. v: scoring and "
     "verifying a block of gamma + 1 tokens over a plain step. sampling: the filters, draws and verification of a round "
-    "alone. by theory: the speed-up of theorem 3.8 of Leviathan et al. at these costs."
+    "alone. by theory: the speed-up of theorem 3.8 of Leviathan et al. at these costs, if every guess is accepted with "
+    "probability alpha, independently of the others. alpha: the share of guesses accepted in the run's texts, if any."
 )
 POSITIONS = 4  # of a round, whose acceptance a table by category shows
 TREES = "tree", "topDown"
 ALONE = "draft", "mid", "target", "noCache"  # methods without guesses
-ALPHAS = (0.4, 0.6, 0.8)  # of the speed-ups that the costs of a round allow
+ALPHAS = (0.4, 0.6, 0.8)  # of the speed-ups that the costs of a round allow, where no text tells alpha
 
 
 def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
@@ -229,9 +230,10 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
             notes = (
                 f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
-                "expected tokens per round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
-                "a draft step over that of a plain step. the paper's: the same with a cost of 1; by it, gamma "
-                f"{prediction['best']} is best." + " " + OVERLAPS
+                "expected tokens a round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
+                "a draft step over that of a plain step. the paper's: theorem 3.8, which takes every guess to be "
+                "accepted with probability alpha, independently of the others, and scoring to cost as much as one "
+                f"token; by it, gamma {prediction['best']} is best. " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
 
@@ -301,8 +303,8 @@ def engine_table(lines: Sequence[EngineLine]) -> Table:
     return table
 
 
-def step_tables(lines: Sequence[StepLine]) -> Iterator[RenderableType]:
-    """The tables of `--steps`."""
+def step_tables(lines: Sequence[StepLine], texts: Sequence[SpeedLine] = ()) -> Iterator[RenderableType]:
+    """The tables of `--steps`. texts: those that the run timed too."""
     prefill = Table("Time to the first token after a prompt of so many tokens", ["prompt", "ms", "ms a token"])
     growth = Table("A token of the target after a context of so many tokens", ["context", "ms", "of the first"])
     first = next((line["seconds"] for line in lines if line["what"] == "growth"), [])
@@ -313,7 +315,7 @@ def step_tables(lines: Sequence[StepLine]) -> Iterator[RenderableType]:
         elif line["what"] == "growth":
             took = interval(line["seconds"])
             growth.add(str(line["tokens"]), span(took, 1e3), span(time_ratio(line["seconds"], first)))
-    tables = [forwards_table(lines), prefill, growth, round_table(lines)]
+    tables = [forwards_table(lines), prefill, growth, round_table(lines, texts)]
     yield from tables
     speeds = {line["role"]: line["bytes"] / min(line["seconds"]) for line in lines if line["what"] == "reading"}
     read = ", ".join(f"{speed / 1e9:.1f} GB/s for the {role}'s bytes" for role, speed in speeds.items())
@@ -353,8 +355,9 @@ def forwards_table(lines: Sequence[StepLine]) -> Table:
     return table
 
 
-def round_table(lines: Sequence[StepLine]) -> Table:
-    """The parts of a round in ms and in units of a plain step, and what speed-up they allow."""
+def round_table(lines: Sequence[StepLine], texts: Sequence[SpeedLine] = ()) -> Table:
+    """The parts of a round in ms and in units of a plain step, and what speed-up they allow: at the alpha of `fixed` in
+    the texts of the run, beside its speed-up there, or without such texts at ALPHAS."""
     parts = {line["role"]: line for line in lines if line["what"] == "round"}
     gamma, plain_step = parts["round"]["tokens"], parts["plain step"]["seconds"]
     cost = {name: time_ratio(line["seconds"], plain_step) for name, line in parts.items()}
@@ -362,7 +365,10 @@ def round_table(lines: Sequence[StepLine]) -> Table:
     for name, line in parts.items():
         table.add(name, span(interval(line["seconds"]), 1e3), span(cost[name]))
     c = cost["draft step"].middle if "draft step" in parts else 0.0
-    for alpha in ALPHAS:
+    fixed = [row for row in summarize(texts) if row["method"] == "fixed" and row["alpha"] == row["alpha"]]
+    for alpha in [row["alpha"] for row in fixed] or ALPHAS:
         speed = improvement(alpha, gamma, c, cost["scoring"].middle)
-        table.add(f"by theory, alpha {alpha}", "", Measured(speed, digits=2))
+        table.add(f"speed-up by theory, alpha {alpha:.3g}", "", Measured(speed, digits=2))
+    for row in fixed:
+        table.add("speed-up of fixed, measured", "", span(row["speedup"]))
     return table

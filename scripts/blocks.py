@@ -18,15 +18,19 @@ from typing import Any, cast
 
 from experiments.flags import parser
 from experiments.intervals import speedup
-from experiments.schema import Run, SpeedLine, TextPerplexityLine, of_kind
+from experiments.schema import CostsLine, Run, SpeedLine, TextPerplexityLine, of_kind
+from experiments.sweep import predict
 from inputs.commandLine import visible
 from inputs.files import ROOT
 from methods.catalogue import CATALOGUE, METHODS
 from playback.trace import summary
 from report.losslessReport import POWER_COLUMNS, verdict
 from report.results import Results, pieces_of_run
+from report.runTables import swept_texts
 from report.sources import SPEED_UP, text_table
 from report.tables import Cell, Measured, Table, markdown, name_of, notation, span, table_of
+from scripts.costFrontier import OWN as COSTED
+from scripts.costFrontier import cost_tables
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
 from scripts.keepRecord import Records, command_of, differing, source
 from utils import UserError
@@ -187,6 +191,15 @@ def overall(name: str, records: Records) -> str:
     """The table of speeds by category of prompt, with the rows over all prompts alone."""
     table = printed(name, "Speed by category", records).splitlines()
     return "\n".join([*table[:2], *dropwhile(lambda row: not row.startswith("| overall"), table[2:])])
+
+
+def within(name: str, records: Records) -> str:
+    """In how many cells of a sweep over gamma the interval of the speed-up contains that of theory."""
+    _, lines = records[name]
+    costs = of_kind(lines, CostsLine)
+    rows = [row for cost in costs for row in predict(swept_texts(lines, cost), cost)["rows"]]
+    inside = [sum(row["speedup"].low <= row[of] <= row["speedup"].high for row in rows) for of in ("theory", "paper")]
+    return f"{inside[0]} of the {len(rows)} intervals contain it, and {inside[1]} contain the paper's"
 
 
 def quoted(block: str, pattern: str, records: Records) -> str:
@@ -352,6 +365,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
+    "sweep-within": partial(within, "sweep"),
     "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
@@ -373,6 +387,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
+    **{f"cost-{target}": partial(cost_tables, target) for target in COSTED},
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,

@@ -34,7 +34,8 @@ from report.figures import (
     write_figure,
 )
 from report.runTables import measured_on
-from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, TRAININGS
+from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
+from scripts.costFrontier import draw_cost
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import MEASURED, Records
 from utils import UserError
@@ -51,6 +52,7 @@ FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of 
     **dict.fromkeys(CATEGORIES, draw_categories),
     **dict.fromkeys(BENCHMARKS, draw_speed),
     **dict.fromkeys(TRAININGS, draw_trainings),
+    **{f"cost-{target}": draw_cost for target in COSTED},
 }
 PICTURES = {f"figures/{name}.png": name for name in FIGURES} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment

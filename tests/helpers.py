@@ -17,10 +17,12 @@ from engine.kernels import loader
 from engine.quantised import Codes, quantised_copy, rounded
 from experiments.flags import Measuring
 from experiments.processes import SINGLE
+from methods.samplers import Decoding
 from utils import probabilities, seen_after
 
 # What a sweep reads of `Inputs`.
-SINGLE_INPUTS = SimpleNamespace(device="cpu", processes=SINGLE, settings=SimpleNamespace(measuring=Measuring()))
+SETTINGS = SimpleNamespace(measuring=Measuring(), decoding=Decoding())
+SINGLE_INPUTS = SimpleNamespace(device="cpu", processes=SINGLE, settings=SETTINGS)
 FULL = bool(os.environ.get("FULL"))  # FULL=1 in the environment asks for what takes minutes
 DRAWS = 200_000 if FULL else 10_000  # of a distribution test
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROOT, lines_of, of_kind
 from helpers import rounded_copy
+from test_speed import measurement
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPTNeoXForCausalLM
 
@@ -251,6 +252,11 @@ def test_what_a_round_allows_is_theorys():
     ]
     alone = [step("round", part, taken, tokens=2) for part, taken in seconds.items() if part != "draft step"]
     assert str(round_table(alone).rows[-1][-1]) == f"{2.44 / 1.2:.2f}"  # no draft model: a guess costs nothing
+    counts = {"target": (10.0, []), "fixed": (15.0, [(6, 4), (4, 1)])}
+    texts = [measurement(name, 0, 0, speed, acceptance_by_position=of) for name, (speed, of) in counts.items()]
+    (theory, allowed), (what, measured) = (row[::2] for row in round_table(alone, texts).rows[-2:])
+    assert (str(theory), str(allowed)) == ("speed-up by theory, alpha 0.5", f"{1.75 / 1.2:.2f}")  # that of the texts
+    assert (what, str(measured)) == ("speed-up of fixed, measured", "1.50")
 
 
 def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatched():

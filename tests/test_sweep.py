@@ -53,10 +53,12 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
 
     for gamma, row in enumerate(found["rows"], 1):
         assert row["paper"] == pytest.approx(tokens(gamma) / (1 + gamma * c))
-        assert row["theory"] == pytest.approx(tokens(gamma) / ([1.1, 1.3][gamma - 1] + gamma * c))
+        assert row["theory"] == pytest.approx([1.5, 1.625][gamma - 1] / ([1.1, 1.3][gamma - 1] + gamma * c))
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
     assert found["best"] == max(range(9), key=lambda gamma: tokens(gamma) / (1 + gamma * c)) == 2
     assert [row["expected"] for row in found["rows"]] == [1.5, 1.625]
+    unknown = sweep.predict(lines, costs | {"overlap_by_position": []})["rows"]  # as with --acceptance
+    assert [row["expected"] for row in unknown] == pytest.approx([tokens(1), tokens(2)])
     guesses = [line for line in lines if line["method"] != "draft"]
     assert sweep.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
 

@@ -1,0 +1,285 @@
+"""Bytes read for each committed token, of every way of guessing: docs/records/cost-MODEL.json.
+
+    python -m scripts.costFrontier bundled-target            goes on where it stopped; delete the file to start anew
+
+Counted, not timed. A round of gamma guesses reads the draft's weights gamma times and the target's once, and the keys
+and values of CONTEXT tokens with each of these forwards; its tokens follow from the sum of min(p, q) at each position
+of the rounds of a real decoding (`experiments.sweep.rounds_along`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, product, zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmark.steps import bytes_of_weights
+from decoding.drafter import Fixed
+from decoding.lengthRules import MENU
+from engine.cachedModel import CachedModel
+from engine.kvCache import cache_bytes
+from engine.quantised import BITS
+from engine.sharedWeights import sharing_copy
+from experiments.intervals import Interval
+from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
+from experiments.prepare import load_inputs
+from experiments.runRecord import code_version, model_record, origin
+from experiments.settings import parse
+from experiments.sweep import by_position, chances, expected_chain, overlap, rounds_along
+from inputs.commandLine import as_command, script_parser
+from inputs.files import ROOT, replace_file
+from inputs.models import model_version, read_json
+from methods.catalogue import build
+from report.figures import DARK, GREY, RED, Figure, plt
+from report.tables import Table, markdown, span
+from scripts.keepRecord import source
+from utils import Sampling
+
+CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
+COPIES = {f"copy, {bits} bits": f"--draft self --draftBits {bits} {CHAIN}" for bits in (8, 6, 5, 4, 3, 2)}
+BOTH = COPIES | {
+    "copy, 4 bits, tree": f"--draft self --draftBits 4 {TREE}",
+    "lookup": f"--draft lookup {CHAIN}",
+    "cascade: lookup, copy in 4 bits": f"--draft lookup --mid self --draftBits 4 {CASCADE}",
+}
+OWN = {  # {target: {way of guessing: flags of test.py}}
+    "bundled-target": {
+        "draft": f"--draft bundled-draft {CHAIN}",
+        "draft, tree": f"--draft bundled-draft {TREE}",
+        "head": f"--draft head --head bundled-head {CHAIN}",
+        "head, tree": f"--draft head --head bundled-head {TREE}",
+        "mid": f"--draft bundled-mid {CHAIN}",
+        "cascade: draft, mid": f"--draft bundled-draft --mid bundled-mid {CASCADE}",
+        "cascade: draft, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
+        **BOTH,
+    },
+    "SmolLM2-135M-Instruct": {
+        "other tokenizer, 1M": f"--draft bundled-draft {CHAIN}",
+        "other tokenizer, 7M": f"--draft bundled-target {CHAIN}",
+        "cascade: 1M, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
+        **BOTH,
+    },
+}
+TEMPERATURES, TOP_P = (0.85, 0.0, 1.0, 0.5), 0.9
+SHOWN = 0.85  # the temperature of the figure and of the table by category
+TOKENS, CONTEXT = 64, 256  # of each text; before the tokens of a forward, whose keys and values it reads
+TEXTS = {"bundled-target": 2, "SmolLM2-135M-Instruct": 1}  # after each prompt; greedy ones are the same
+COLOURS = {"copy": "#2f6fb3", "cascade": "#8e44ad", "head": "#1e8449", "lookup": "#b9770e", "other": "#c2185b"}
+LEFT = 0.8  # end of the figure
+RESAMPLES = 200  # of the prompts, for an interval
+ROWS = 12  # texts that are decoded together
+GAMMA, GAMMAS_OF_CASCADE = 8, (4, 4)  # the most guesses of a chain; of the inner and of the outer sampler
+
+
+def load(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float]]:
+    """The inputs of a row, its models, and the bytes that a forward of each reads, {role: bytes}."""
+    words, bits = f"--target {target} --prompts sample --compile --maxLen {TOKENS} {flags}".split(), 0
+    if "--draftBits" in words:
+        bits = int(words[at := words.index("--draftBits") + 1])
+        words[at] = str(max(bits, min(BITS)))
+    inputs = load_inputs(parse(words))
+    models = inputs.load(inputs.dtype)
+    if bits and bits not in BITS:  # No kernel multiplies by such weights: they are written out.
+        copies, twin = make_copies(models["target"], [bits]), sharing_copy(models["target"].model)
+        for name in copies.names:
+            weight = copies.read(bits, name).weight().to(twin.dtype)
+            twin.get_submodule(name).weight = nn.Parameter(weight, requires_grad=False)
+        copy = CachedModel(twin, models["target"].vocabulary, f"{target} in {bits} bits", models["target"])
+        models |= dict.fromkeys(inputs.roles_of("self"), copy)
+    sizes = {}
+    for role, model in models.items():
+        few = inputs.copies.weights * (bits / 8 + SCALE) if inputs.copies and model.cache_of else 0
+        keys = cache_bytes(model.model.config.get_text_config(), CONTEXT, torch.bfloat16)
+        sizes[role] = (few or bytes_of_weights(model)) + keys
+    return inputs, inputs.as_timed(models, inputs.dtype), sizes
+
+
+def two_drafts(p: Tensor, q: Tensor) -> float:
+    """The most that any rule accepts of two guesses that are drawn from q without replacement, `p, q [V]`.
+
+    An optimal transport (Sun et al., SpecTr, arXiv 2310.15141): by the theorem of minimum cut it is the least of
+    p(H) + 1 - P(both guesses are in H) over all sets H of tokens. Sets of the largest q / p are tried, and any set
+    gives an upper bound (Hu et al., arXiv 2502.18779, show that the least is among these).
+    """
+    if q.max() > 1 - 1e-6:
+        return float(overlap(p, q))  # There is no second guess.
+    p, q = p.double(), q.double()
+    order = (p / q).nan_to_num(torch.inf).argsort()
+    p, q = p[order], q[order]
+    inside = q.cumsum(0)
+    both = inside * (q / (1 - q)).cumsum(0) - (q * q / (1 - q)).cumsum(0)
+    return min(1.0, float((p.cumsum(0) + 1 - both).min()))
+
+
+def measure(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
+    """A row: what each text says of acceptance, and the bytes that a guess reads, in units of a target's forward.
+
+    reach: of each text [rounds that reached a depth, the sum over them of the probability that a guess there is
+    accepted], depth by depth. siblings: of trees the number of roots, and the sums over them of the probabilities that
+    the first, one of the first two, and one of two by the best rule is accepted.
+    """
+    (name,) = inputs.settings.measuring.names - {"target"}
+    sampler: Any = build([name], dict(models), inputs.settings.decoding)[name]
+    siblings, texts, inner = [0.0] * 4, list[dict[str, Any]](), list[int]()  # inner: rows of each inner round
+    shape = {"tree": Fixed(MENU[-1])} if name == "topDown" else {"gamma": Fixed(GAMMA)}
+    if name == "cascade":
+        mid, shape = sampler.keywords["drafter"].model, {"gamma": Fixed(GAMMAS_OF_CASCADE[1])}
+        verify = mid.score_and_verify
+
+        def counted(rows: Any, *rest: Any) -> Any:
+            inner.append(rows.ended.count(False))
+            return verify(rows, *rest)
+
+        mid.score_and_verify = counted
+
+    def watched(*prompts: Any, observer: Any, **options: Any) -> Any:
+        def watch(rows: Any, guesses: Any, p: Tensor, last: Tensor) -> None:
+            observer(rows, guesses, p, last)
+            for row in [row for row, ended in enumerate(rows.ended) if guesses.tree and not ended]:
+                one, two = chances(p[row, 0], guesses.q[row, :2], guesses.drafts[row, :2])
+                for i, value in enumerate((1.0, one, one + two, two_drafts(p[row, 0], guesses.q[row, 0]))):
+                    siblings[i] += value
+
+        return sampler(*prompts, observer=watch, **shape, **options)
+
+    chosen = [(row, question) for row, (question, turn) in zip(inputs.rows, inputs.turns) if turn == 0]
+    chosen *= TEXTS[inputs.settings.models.target] if temperature else 1
+    options: dict[str, Any] = {"max_len": TOKENS, "sampling": Sampling(temperature, 0, TOP_P)}
+    for first in range(0, len(chosen), ROWS):
+        prompts, questions = zip(*chosen[first : first + ROWS])
+        seeds = [torch.Generator().manual_seed(first + number) for number in range(len(prompts))]
+        of_texts = rounds_along(watched, prompts, end_of_text=inputs.ends, generator=seeds, **options)
+        for question, rounds in zip(questions, of_texts):
+            reach = [[row[0], round(sum(row[2::2]), 3)] for row in by_position(rounds)]
+            counts = {"rounds": len(rounds), "accepted": sum(accepted for *_, accepted in rounds)}
+            texts.append({"line": question.line, "category": question.category, "reach": reach, **counts})
+    a_guess = sizes.get("draft", 0.0)
+    if name == "cascade":  # The draft's guesses and the mid model's forward, for each inner round of a row.
+        inner_rounds = sum(inner) / sum(text["rounds"] for text in texts)
+        a_guess = inner_rounds * (GAMMAS_OF_CASCADE[0] * a_guess + sizes["mid"]) / GAMMAS_OF_CASCADE[1]
+    row = {"a_guess": a_guess / sizes["target"], "whole": name == "cascade", "texts": texts}
+    return row | {"siblings": [round(value, 3) for value in siblings]} if siblings[0] else row
+
+
+def at_each_gamma(texts: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """The expected tokens of a round of 0, 1, 2, ... guesses. The mean at a depth is over the rounds whose guesses
+    before it were accepted. So the product of the means is the probability that a round gets beyond that depth: no
+    guess is taken to be independent of the others."""
+    counts = zip_longest(*(text["reach"] for text in texts), fillvalue=(0, 0))
+    sums = [[sum(column) for column in zip(*depth)] for depth in counts]
+    return np.array([expected_chain(share / rounds for rounds, share in sums[:n]) for n in range(len(sums) + 1)])
+
+
+def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row at the gamma that reads the fewest bytes for a token: "gamma", "tokens" and "bytes" of a round, and "cost",
+    bytes over tokens with its 95 % interval over prompts. A unit is what a forward of the target reads."""
+    tokens, texts, rng = at_each_gamma(row["texts"]), row["texts"], np.random.default_rng(0)
+    costs = (1 + row["a_guess"] * np.arange(len(tokens))) / tokens
+    gamma = len(tokens) - 1 if row["whole"] else int(costs.argmin())
+    bytes_read, prompts = 1 + row["a_guess"] * gamma, sorted({text["line"] for text in texts})
+    of = [[text for text in texts if text["line"] == line] for line in prompts]
+    drawn = [at_each_gamma(chain(*(of[i] for i in rng.integers(len(of), size=len(of))))) for _ in range(RESAMPLES)]
+    ends = np.percentile([bytes_read / each[: gamma + 1][-1] for each in drawn], (2.5, 97.5))
+    return {"gamma": gamma, "tokens": tokens[gamma], "bytes": bytes_read, "cost": Interval(costs[gamma], *ends)}
+
+
+def cost_tables(target: str, records: Any) -> str:
+    """The tables of the record of a target: bytes for a token by temperature, and by category of prompt."""
+    (record, _), rows = records[f"cost-{target}"], {}
+    for row in record["rows"]:
+        rows[row["way"], row["temperature"]] = row
+    drawn, shown = (
+        sorted({temperature for _, temperature in rows}),
+        [way for way in OWN[target] if (way, SHOWN) in rows],
+    )
+    kinds = list(dict.fromkeys(text["category"] for text in record["rows"][0]["texts"]))
+    costs = [f"T {temperature:g}" for temperature in drawn]
+    heads = ["", "a guess reads", *costs, "gamma", "tokens/round", "1st guess", "2 guesses", "bound of 2"]
+    main, by_kind = Table("", heads), Table("", ["", *kinds])
+    for way in shown:
+        row, best = rows[way, SHOWN], cheapest(rows[way, SHOWN])
+        cells = [span(cheapest(rows[way, at])["cost"]) if (way, at) in rows else "-" for at in drawn]
+        count, *siblings = row.get("siblings", [1])
+        shares = [f"{value / count:.2f}" for value in siblings]
+        main.add(way, f"{row['a_guess']:.3f}", *cells, str(best["gamma"]), f"{best['tokens']:.2f}", *shares)
+        tokens = [at_each_gamma(text for text in row["texts"] if text["category"] == kind) for kind in kinds]
+        by_kind.add(way, *(f"{best['bytes'] / each[: best['gamma'] + 1][-1]:.2f}" for each in tokens))
+    return "\n\n".join([markdown(main), f"By category, at temperature {SHOWN}:", markdown(by_kind), source(record)])
+
+
+def draw_cost(record: Mapping[str, Any]) -> Figure:
+    """Draw tokens over bytes of a round, a point for each way of guessing at its best gamma, with lines of equal bytes
+    for a token and the frontier."""
+    figure, axes = plt.subplots(figsize=(8, 5.4))
+    points = {"plain decoding": {"tokens": 1.0, "bytes": 1.0, "gamma": 0}}
+    points |= {row["way"]: cheapest(row) for row in record["rows"] if row["temperature"] == SHOWN}
+    right, top = (1.25 * max(point[key] for point in points.values()) for key in ("bytes", "tokens"))
+    for cost in (1.0, 0.8, 0.6, 0.5, 0.4, 0.3):
+        end = min(right, top * cost)
+        axes.plot([0, end], [0, end / cost], color="#dddddd", linewidth=1, zorder=0)
+        axes.text(0.97 * end, 0.97 * end / cost, f"{cost:g}", color=GREY, fontsize=8, backgroundcolor="white", zorder=0)
+    frontier: list[tuple[float, float]] = []
+    best, boxes = 0.0, [(x["bytes"] - 0.01 * right, x["tokens"], 0.02 * right) for x in points.values()]
+    for name, point in sorted(points.items(), key=lambda item: (item[1]["bytes"], -item[1]["tokens"])):
+        x, y = at = point["bytes"], point["tokens"]
+        if y > best:
+            best, frontier = y, [*frontier, at]
+        colour = next((colour for kind, colour in COLOURS.items() if name.startswith(kind)), DARK)
+        axes.plot(x, y, "o", color=colour, markersize=6)
+        label = f"{name} ({point['gamma']})"
+        width = 0.0075 * right * len(label)
+        sides = (0.0, x + 0.012 * right), (0.02, x - 0.012 * right - width)
+        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.18, 0.18, 25)))
+        for _, up, left in nearest:  # The nearest place where it covers no point and no other label.
+            box = left, y + up * top, width
+            covers = [abs(b - box[1]) < 0.032 * top and a < left + width and left < a + w for a, b, w in boxes]
+            if left > LEFT and box[1] > 0.03 * top and not any(covers):
+                break
+        boxes.append(box)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line)
+    axes.plot(*zip(*frontier), color=RED, linewidth=1.4, zorder=1)
+    axes.set(xlim=(LEFT, right), ylim=(0, top), ylabel="tokens of a round")
+    axes.set_xlabel("bytes read in a round, in units of a forward of the target")
+    title = (
+        f"{next(iter(record['models']))}, temperature {SHOWN}, top-p {record['top_p']}; gamma, or depth, in brackets"
+    )
+    axes.set_title(f"{title}\ngrey: equal bytes for a token, in forwards of the target; red: the frontier")
+    return figure
+
+
+def measure_all(target: str) -> None:
+    """Measure the rows that the record of `target` lacks, and write it after each."""
+    file = ROOT / "docs" / "records" / f"cost-{target}.json"
+    record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
+    for temperature in TEMPERATURES:
+        for way, flags in OWN[target].items():
+            if any((row["way"], row["temperature"]) == (way, temperature) for row in record["rows"]):
+                continue
+            inputs, models, sizes = load(target, flags)
+            row = {"way": way, "temperature": temperature, "code": code_version()}
+            record["rows"].append(row | measure(inputs, models, sizes, temperature))
+            folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
+            named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
+            about = origin([target], {}, inputs.device, {target: named[target]} | record["models"] | named)
+            about |= {"program": "-m scripts.costFrontier", "dtype": inputs.dtype, "bytes": sizes["target"]}
+            record |= about | {"top_p": TOP_P, "tokens": TOKENS, "context": CONTEXT}
+            replace_file(file, json.dumps(record) + "\n")
+            print(f"{target}, temperature {temperature}: {way}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = script_parser("python -m scripts.costFrontier", __doc__)
+    parser.add_argument("target", choices=list(OWN), help="whose ways of guessing are counted")
+    said = "The rows that were measured are in the record."
+    return as_command("costFrontier", lambda: measure_all(parser.parse_args(argv).target), said)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

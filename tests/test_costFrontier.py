@@ -1,0 +1,116 @@
+"""Bytes read for each committed token: tokens a round against a pair of models whose rounds are known in closed form,
+the bound for two guesses against a linear program, and the table and the figure of a record."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+from decoding.drafter import Fixed
+from decoding.model import Model
+from experiments.sweep import by_position, expected_chain, overlap, rounds_along
+from methods.drafters import ModelDrafter
+from scripts import costFrontier
+from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts
+from specSampling import specSampling
+from utils import Sampling
+
+GAMMA = 4
+# Where the last token is 0 the draft is the target; after a 1 it guesses badly. Such contexts come in runs.
+P, Q = np.array([[0.9, 0.1], [0.2, 0.8]]), np.array([[0.9, 0.1], [0.9, 0.1]])
+
+
+class Chain(Model):
+    """The next token depends on the last one alone: row `token` of `table[V, V]`."""
+
+    name, vocabulary, context, device, dtype = "chain", 2, 1 << 20, torch.device("cpu"), torch.float32
+
+    def __init__(self, table):
+        self.logits = torch.tensor(table, dtype=torch.float32).log()
+
+    def forward(self, tokens, positions, places=None, keep=None):
+        return self.logits[tokens if keep is None else tokens[:, keep]]
+
+
+def tokens_by_gamma():
+    """The expected tokens of a round, cut at 0, 1, ..., GAMMA guesses, of rounds of GAMMA guesses: the paths that are
+    accepted have the probabilities of the powers of min(P, Q), and a round ends with P - min(P, Q), or with P."""
+    both = np.minimum(P, Q)
+    powers = [np.linalg.matrix_power(both, n) for n in range(GAMMA + 1)]
+    step = sum(power @ (P - both) for power in powers[:-1]) + powers[-1] @ P
+    start = np.linalg.matrix_power(step, 200)[0]  # the last token where a round starts
+    return np.cumsum([start @ power @ np.ones(2) for power in powers])
+
+
+def test_tokens_a_round_are_the_closed_form_and_those_of_the_sampler_and_mistakes_are_not():
+    sampler = partial(specSampling, target=Chain(P), drafter=ModelDrafter(Chain(Q)), gamma=Fixed(GAMMA))
+    seeds = [torch.Generator().manual_seed(number) for number in range(40)]
+    options = {"max_len": 300, "sampling": Sampling(1.0, 0, 1.0), "generator": seeds}
+    rounds = rounds_along(sampler, [[0]] * 40, **options)
+    texts = [{"line": i, "reach": [[row[0], row[2]] for row in by_position(of)]} for i, of in enumerate(rounds)]
+    found, exact = at_each_gamma(texts), tokens_by_gamma()
+    assert found == pytest.approx(exact, rel=0.02)
+    of_all = [one for of in rounds for one in of]
+    assert 1 + sum(passed for *_, passed in of_all) / len(of_all) == pytest.approx(exact[-1], rel=0.02)
+    row = cheapest({"texts": texts, "a_guess": 0.0, "whole": True})
+    assert row["cost"].low < 1 / exact[-1] < row["cost"].high and row["cost"].high / row["cost"].low < 1.1
+    # Planted: every guess accepted with the mean probability, independently; and the contexts of the target's own text
+    # instead of those after accepted guesses.
+    alpha = sum(share for text in texts for _, share in text["reach"]) / sum(
+        n for text in texts for n, _ in text["reach"]
+    )
+    stationary = np.linalg.matrix_power(P, 200)[0]
+    along = np.minimum(P, Q).sum(1)
+    of_text, reach = 1.0, stationary
+    for _ in range(GAMMA):
+        reach = reach * along
+        of_text += reach.sum()
+        reach = reach @ P
+    for mistaken in expected_chain([alpha] * GAMMA), of_text:
+        assert abs(mistaken / exact[-1] - 1) > 0.04
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bound_of_two_guesses_is_the_optimal_transport(seed):
+    p, q = (torch.rand(5, generator=torch.Generator().manual_seed(seed + 9 * i)) ** 3 for i in (1, 2))
+    p[seed], q[seed - 1] = 0, 0
+    p, q = p / p.sum(), q / q.sum()
+    pairs = [(x, y) for x in range(5) for y in range(5) if x != y and q[x] * q[y] > 0]
+    # How much of each pair becomes its first token, and its second: at most the pair's probability, and p in all.
+    drawn = np.zeros((len(pairs) + 5, 2 * len(pairs)))
+    for i, pair in enumerate(pairs):
+        drawn[i, 2 * i : 2 * i + 2] = 1
+        drawn[len(pairs) + pair[0], 2 * i] = drawn[len(pairs) + pair[1], 2 * i + 1] = 1
+    most = [float(q[x] * q[y] / (1 - q[x])) for x, y in pairs] + p.tolist()
+    best = -linprog(-np.ones(2 * len(pairs)), A_ub=drawn, b_ub=most).fun
+    assert two_drafts(p, q) == pytest.approx(best, abs=1e-5) and best > float(overlap(p, q)) - 1e-5
+    assert two_drafts(p, torch.eye(5)[1]) == pytest.approx(float(p[1]))  # There is no second guess.
+
+
+def test_the_best_gamma_is_that_of_the_fewest_bytes_for_a_token_and_the_record_is_shown():
+    texts = [{"line": 1, "category": "qa", "reach": [[10, 8.0], [8, 4.0]]}, {"line": 2, "category": "rag", "reach": []}]
+    row = {"way": "draft", "temperature": 0.85, "a_guess": 0.3, "whole": False, "texts": texts}
+    best = cheapest(row)
+    assert (best["gamma"], best["tokens"]) == (1, 1.8) and best["cost"].middle == pytest.approx(1.3 / 1.8)
+    assert cheapest(row | {"whole": True})["cost"].middle == pytest.approx(1.6 / 2.2)
+    tree = row | {"way": "draft, tree", "siblings": [10, 6.0, 7.0, 8.0]}
+    machine = {"processor": "one", "threads": 1, "torch": "2"}
+    record = {"rows": [row, tree], "models": {"bundled-target": {"name": "bundled-target"}}, "machine": machine}
+    record |= {"command": "bundled-target", "device": "cpu", "time": "2026-11-26 00:00:00", "top_p": 0.9}
+    text = cost_tables("bundled-target", {"cost-bundled-target": (record, [])})
+    assert "| draft, tree | 0.300 | 0.72" in text and "| 1 | 1.80 | 0.60 | 0.70 | 0.80 |" in text
+    labels = [text.get_text() for text in draw_cost(record).axes[0].texts]
+    assert {"plain decoding (0)", "draft (1)", "draft, tree (1)"} <= {*labels}
+
+
+def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them(monkeypatch):
+    for name, value in {"TOKENS": 4, "TEXTS": {"bundled-target": 1}}.items():
+        monkeypatch.setattr(costFrontier, name, value)
+    inputs, models, sizes = costFrontier.load("bundled-target", costFrontier.OWN["bundled-target"]["copy, 2 bits"])
+    keys = 2 * 12 * 192 * costFrontier.CONTEXT * 2  # of 12 layers, in 16 bits
+    assert sizes["draft"] - keys == pytest.approx((2 + 0.5) / 16 * (sizes["target"] - keys), rel=0.01)
+    row = costFrontier.measure(inputs, models, sizes, 0.85)
+    assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
+    assert 1 < at_each_gamma(row["texts"])[1] < 1.9
