@@ -307,14 +307,13 @@ def constant_q(rule: Callable[..., Any], p: Tensor, q: Tensor, drafts: Tensor, *
 of_trees = partial(mistake, verify=traversal_rule, tree=Tree.of("4,2"))
 
 
-def cold_drafter(drafter: Any, sampling: Sampling) -> Drafter:
-    """Guesses trees at half the temperature, where siblings that are not renormalised show: the mistake is a factor of
-    1 - q(x_1) - q(x_2) - ... in a later sibling's q, which is near 1 where the draft is unsure. On the bundled pair it
-    moves 0.020 of the probability of the token after four siblings, and 0.079 with a draft at half the temperature."""
-    return TreeDrafter(drafter.model, 0.5 * sampling.temperature, drafter.top_p)
-
-
-@of_trees("siblings not renormalised", drafter=cold_drafter)
+# The draft has half the temperature, where this shows: the mistake is a factor of 1 - q(x_1) - q(x_2) - ... in a later
+# sibling's q, which is near 1 where the draft is unsure. On the bundled pair it moves 0.020 of the probability of the
+# token after four siblings, and 0.079 with a draft at half the temperature.
+@of_trees(
+    "siblings not renormalised",
+    drafter=lambda drafter, sampling: TreeDrafter(drafter.model, 0.5 * sampling.temperature, drafter.top_p),
+)
 def siblings_not_renormalised(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> VerifiedTree:
     """a later sibling is judged by a q whose sum is below 1; the draft at 0.5 times the temperature"""
     unnormalised = []

@@ -110,7 +110,7 @@ CATALOGUE: tuple[Method, ...] = (
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        make.from_flags,
+        lambda models, decoding: (make.trees if decoding.tree else make.chains)(models, decoding),
         seeded=no_clock,
         modes=("speed", "speedMulti", "diversity"),
         in_all=("lossless",),

@@ -182,11 +182,6 @@ def tree_choice(decoding: Decoding) -> LengthRule:
     return CostAware(MENU) if decoding.tree in (None, "auto") else Fixed(Tree.of(decoding.tree or ""))
 
 
-def from_flags(models: Models, decoding: Decoding) -> Sampler:
-    """A tree if --tree is given, else a chain."""
-    return (trees if decoding.tree else chains)(models, decoding)
-
-
 def cascade(models: Models, decoding: Decoding) -> Sampler:
     """In each round the draft guesses gamma1 tokens for the mid model, and both together gamma2 for the target."""
     verify = rule_of(models, decoding)

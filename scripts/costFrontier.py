@@ -77,7 +77,7 @@ ROWS = 12  # texts that are decoded together
 GAMMA, GAMMAS_OF_CASCADE = 8, (4, 4)  # the most guesses of a chain; of the inner and of the outer sampler
 
 
-def load(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float]]:
+def load_way(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float]]:
     """The inputs of a row, its models, and the bytes that a forward of each reads, {role: bytes}."""
     words, bits = f"--target {target} --prompts sample --compile --maxLen {TOKENS} {flags}".split(), 0
     if "--draftBits" in words:
@@ -117,7 +117,7 @@ def two_drafts(p: Tensor, q: Tensor) -> float:
     return min(1.0, float((p.cumsum(0) + 1 - both).min()))
 
 
-def measure(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
+def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
     """A row: what each text says of acceptance, and the bytes that a guess reads, in units of a target's forward.
 
     reach: of each text [rounds that reached a depth, the sum over them of the probability that a guess there is
@@ -254,7 +254,7 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def measure_all(target: str) -> None:
+def count_all(target: str) -> None:
     """Measure the rows that the record of `target` lacks, and write it after each."""
     file = ROOT / "docs" / "records" / f"cost-{target}.json"
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
@@ -262,9 +262,9 @@ def measure_all(target: str) -> None:
         for way, flags in OWN[target].items():
             if any((row["way"], row["temperature"]) == (way, temperature) for row in record["rows"]):
                 continue
-            inputs, models, sizes = load(target, flags)
+            inputs, models, sizes = load_way(target, flags)
             row = {"way": way, "temperature": temperature, "code": code_version()}
-            record["rows"].append(row | measure(inputs, models, sizes, temperature))
+            record["rows"].append(row | count_way(inputs, models, sizes, temperature))
             folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
             named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
             about = origin([target], {}, inputs.device, {target: named[target]} | record["models"] | named)
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser("python -m scripts.costFrontier", __doc__)
     parser.add_argument("target", choices=list(OWN), help="whose ways of guessing are counted")
     said = "The rows that were measured are in the record."
-    return as_command("costFrontier", lambda: measure_all(parser.parse_args(argv).target), said)
+    return as_command("costFrontier", lambda: count_all(parser.parse_args(argv).target), said)
 
 
 if __name__ == "__main__":

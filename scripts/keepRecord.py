@@ -173,18 +173,6 @@ def runs_of(flags: str, folder: Path) -> list[Run]:
     return [run for run in same if of_kind(run[1], EndLine)]
 
 
-def keep_records(root: Path, argv: Sequence[str] | None) -> None:
-    """Measure and keep the records that are named, or all that other code measured."""
-    parser = script_parser("python -m scripts.keepRecord", __doc__)
-    parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
-    parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
-    args = parser.parse_args(argv)
-    args.folder.mkdir(exist_ok=True)
-    for name in args.name or MEASURED:
-        if args.name or Records(root).is_stale(name):
-            keep_record(root, name, args.folder)
-
-
 def keep_record(root: Path, name: str, folder: Path) -> None:
     """Copy a record into docs/records/ under its name."""
     file, records = folder / f"{name}.json", Records(root)
@@ -213,7 +201,17 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
-    return as_command("keepRecord", lambda: keep_records(root, argv), "What was measured is kept.")
+    parser = script_parser("python -m scripts.keepRecord", __doc__)
+    parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
+    parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
+    args = parser.parse_args(argv)
+
+    def keep() -> None:
+        args.folder.mkdir(exist_ok=True)
+        for name in args.name or filter(Records(root).is_stale, MEASURED):
+            keep_record(root, name, args.folder)
+
+    return as_command("keepRecord", keep, "What was measured is kept.")
 
 
 if __name__ == "__main__":

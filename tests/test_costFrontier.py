@@ -108,9 +108,9 @@ def test_the_best_gamma_is_that_of_the_fewest_bytes_for_a_token_and_the_record_i
 def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them(monkeypatch):
     for name, value in {"TOKENS": 4, "TEXTS": {"bundled-target": 1}}.items():
         monkeypatch.setattr(costFrontier, name, value)
-    inputs, models, sizes = costFrontier.load("bundled-target", costFrontier.OWN["bundled-target"]["copy, 2 bits"])
+    inputs, models, sizes = costFrontier.load_way("bundled-target", costFrontier.OWN["bundled-target"]["copy, 2 bits"])
     keys = 2 * 12 * 192 * costFrontier.CONTEXT * 2  # of 12 layers, in 16 bits
     assert sizes["draft"] - keys == pytest.approx((2 + 0.5) / 16 * (sizes["target"] - keys), rel=0.01)
-    row = costFrontier.measure(inputs, models, sizes, 0.85)
+    row = costFrontier.count_way(inputs, models, sizes, 0.85)
     assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
     assert 1 < at_each_gamma(row["texts"])[1] < 1.9
