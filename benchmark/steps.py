@@ -19,7 +19,6 @@ from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
 from experiments.loading import Inputs, LoadedModels
-from experiments.measure import conditions_of
 from experiments.schema import Append, StepLine
 from experiments.speed import Step, time_steps
 from methods.samplers import guesser
@@ -43,7 +42,7 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     sampling, gamma = settings.sampling.of("steps"), settings.decoding.gamma_of("fixed")
     drafter = guesser(dict(models), settings.decoding)
     roles = dict(zip(("target", "draft"), (target, *cast(list[CachedModel], drafter.models[:1]))))
-    conditions = conditions_of(inputs, "steps", len(prompt), sampling)
+    conditions = inputs.conditions_of("steps", len(prompt), sampling)
     time_all = partial(times, seed=settings.measuring.seed, device=inputs.device)
     for line in (
         *forward_lines(roles, time_all),

@@ -23,6 +23,7 @@ from engine.kvCache import cache_bytes
 from engine.quantised import BITS, GROUP
 from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.processes import Processes
+from experiments.schema import Conditions
 from experiments.settings import Settings
 from inputs.devices import available_memory
 from inputs.files import gigabytes
@@ -32,7 +33,7 @@ from inputs.texts import AuditText, Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
 from methods.otherTokenizer import Translation
 from methods.selfDraft import best_copy, copies_of, trials
-from utils import UserError
+from utils import Sampling, UserError
 
 SCALE = 2 / GROUP  # bytes of a weight's share of its scale, in a copy in few bits
 MULTIPLYING = 12  # bytes for each weight of the largest layer while it is multiplied, in float32
@@ -89,6 +90,18 @@ class Inputs:
         """Whether perplexity and diversity need other models than those that are timed."""
         measuring = self.settings.measuring
         return bool(measuring.timed and self.dtype != self.text_dtype and (measuring.diversity or self.texts))
+
+    def conditions_of(self, mode: str, length: int, sampling: Sampling) -> Conditions:
+        """Of a timed text. length: of the prompts."""
+        return {
+            "dtype": self.dtype,
+            "promptLen": length,
+            "mode": mode,
+            "maxLen": self.settings.sampling.max_len_of(mode),
+            "gamma": self.settings.gamma_of(mode),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+        }
 
     @property
     def head(self) -> Path:

@@ -18,9 +18,9 @@ from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from experiments import sweep
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import Append, Conditions, CostsLine, OverlapLine
+from experiments.schema import FIGURES, Append, Conditions, CostsLine, OverlapLine
 from experiments.speed import Timed, Written, digest, ends_after, time_texts
-from experiments.sweep import overlaps_of
+from experiments.theory import overlaps_of
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from methods.catalogue import METHODS, build, repeatable
@@ -28,31 +28,8 @@ from methods.samplers import Sampler, guesser, rule_of
 from utils import GREEDY, Sampling
 
 ROLES = "draft", "target", "speculative"
-# Of R. Gadgil, "Combining Large and Small LLMs to Boost Inference Time and Quality" (2024): GPT-2 large with GPT-2, one
-# text of 50 tokens, including the prompt, for each prompt (report/sources.py).
-PROMPTS = (
-    "Large Language models are",
-    "Barack Obama was",
-    "Decoding strategy is important because",
-    "A good recipe for Halloween is",
-    "Stanford is known for",
-)
-FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "repetition", "perplexity")
 # (inputs, models, names, prompts, sampling, max_len, append) -> {name: method} of those that other programs compute
 OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
-
-
-def conditions_of(inputs: Inputs, mode: str, length: int, sampling: Sampling) -> Conditions:
-    """length: of the prompts."""
-    return {
-        "dtype": inputs.dtype,
-        "promptLen": length,
-        "mode": mode,
-        "maxLen": inputs.settings.sampling.max_len_of(mode),
-        "gamma": inputs.settings.gamma_of(mode),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-    }
 
 
 def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Append, other_methods: OtherMethods) -> None:
@@ -62,7 +39,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
     temperatures = choice.temperatures if mode == "sweep" and choice.temperatures else [None]
     for (length, prompts), temperature in [(item, t) for item in inputs.prompts.items() for t in temperatures]:
         sampling = choice.of(mode, temperature)
-        conditions = conditions_of(inputs, mode, length, sampling)
+        conditions = inputs.conditions_of(mode, length, sampling)
         max_len = conditions["maxLen"]
         samplers = build(names, dict(models), decoding)
         if mode == "sweep":

@@ -11,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 from decoding.rows import check_room
 from downloadModel import download_model, downloaded_folder, is_hub_id
 from experiments.loading import ANSWERS, Inputs, models_of
-from experiments.measure import PROMPTS
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
 from inputs import models, texts
@@ -23,6 +22,15 @@ from methods.catalogue import METHODS
 from methods.otherTokenizer import Translation
 from utils import UserError
 
+# Of R. Gadgil, "Combining Large and Small LLMs to Boost Inference Time and Quality" (2024): GPT-2 large with GPT-2, one
+# text of 50 tokens, including the prompt, for each prompt (report/sources.py).
+PROMPTS = (
+    "Large Language models are",
+    "Barack Obama was",
+    "Decoding strategy is important because",
+    "A good recipe for Halloween is",
+    "Stanford is known for",
+)
 COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing hardly ever gains speed.
 
 

@@ -154,6 +154,9 @@ class StepLine(Conditions):
     seconds: list[float]  # one number a turn
 
 
+FIGURES = ("entropy_1", "entropy_2", "entropy_3", "distinct_1", "distinct_2", "repetition", "perplexity")
+
+
 class DiversityLine(TypedDict):
     kind: Literal["diversity"]
     dtype: str

@@ -1,8 +1,6 @@
-"""The speed-up that theory predicts for speculative decoding (Leviathan et al., arXiv 2211.17192, section 3), and the
-acceptance it follows from: the overlap of p and q, the sum of min(p, q), in the contexts that texts visit. And the
-speed that is measured beside it, over gamma (`--sweep`) and over texts decoded together (`--sweep batch`).
+"""The speed of speculative decoding over gamma (`--sweep`) and over texts decoded together (`--sweep batch`), beside
+what theory.py predicts.
 
-alpha: the acceptance rate. c: the cost of a draft step over that of a target forward. gamma: guesses in a round.
 A cell of the map of batch and gamma is one queue of texts: throughput is all its tokens over its time, prefill
 included. Beside it stands the costAware rule, which chooses gamma itself.
 """
@@ -10,171 +8,33 @@ included. Beside it stands the costAware rule, which chooses gamma itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
 
-from decoding.drafter import Drafter, Fixed, Guesses, LengthRule
+from decoding.drafter import Drafter, Fixed, LengthRule
 from decoding.lengthRules import CostAware
 from decoding.model import Model
-from decoding.rows import EndOfText, Rows
-from decoding.treeRules import after_child
 from decoding.verification import VerificationRule
 from engine.cachedModel import CachedModel
-from experiments.intervals import interval, speedup, summarize, tested_and_passed
 from experiments.loading import Inputs
-from experiments.schema import (
-    Append,
-    BatchCostsLine,
-    Conditions,
-    CostsLine,
-    Line,
-    Positions,
-    QueueLine,
-    TimedText,
-    of_kind,
-)
+from experiments.schema import Append, BatchCostsLine, Conditions, QueueLine
 from experiments.settings import BATCHES
 from experiments.speed import Timed, time_steps, time_texts
+from experiments.theory import GAMMAS, expectations, overlaps_of
 from inputs.progress import Bar
 from methods.samplers import Sampler
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import Sampling, seen_after
 
-GAMMAS, BATCH_GAMMAS = range(1, 11), (1, 2, 3, 4, 6, 8)
+BATCH_GAMMAS = 1, 2, 3, 4, 6, 8
 ALPHA_GAMMA = 4
 TEXTS, FEWEST = 2, 4  # of a queue: TEXTS for each row of its batch, FEWEST at least
 REPEATS, BATCH_REPEATS = 13, 9  # of each step whose cost is measured
-# Of a round: the chances of the children of each node on the accepted path, guesses drafted, guesses accepted.
-RoundChances = tuple[Sequence[Sequence[float]], int, int]
-
-
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """The probability that a guess drawn from `q [..., V]` is accepted against `p [..., V]`: the sum of min(p, q)
-    (corollary 3.6). Its mean over contexts is alpha."""
-    return p.minimum(q).sum(-1)
-
-
-def expected_chain(rates: Iterable[float]) -> float:
-    """The expected tokens of a round of guesses one after the other: 1 + a_1 + a_1 a_2 + ..., where `rates` are a_1,
-    a_2, ..., the acceptance of the guess at each position if all before it were accepted. Where all are alpha this is
-    equation 1, (1 - alpha^(gamma + 1)) / (1 - alpha)."""
-    tokens = reach = 1.0
-    for rate in rates:
-        reach *= rate
-        tokens += reach
-    return tokens
-
-
-def improvement(alpha: float, gamma: int, c: float, scoring: float = 1.0) -> float:
-    """The speed-up over plain decoding, theorem 3.8: the expected tokens of a round over (gamma c + scoring).
-
-    scoring: the cost of scoring gamma + 1 tokens in one forward, over the cost of scoring one. The paper assumes 1.
-    """
-    return expected_chain([alpha] * gamma) / (gamma * c + scoring)
-
-
-def overlaps_of(
-    sampler: Sampler,
-    prompts: Sequence[list[int]],
-    device: str | torch.device,
-    sampling: Sampling,
-    max_len: int,
-    end_of_text: EndOfText,
-    seed: int,
-    spread: Callable[..., Iterable[Any]] = map,
-) -> dict[str, Any]:
-    """The overlaps at each depth of a round, over one text after each of `prompts`, and the rounds and accepted guesses
-    of these texts: the fields of an `OverlapLine`.
-
-    sampler: one that is not timed: what it learns from these texts must not affect the times. device: the target's.
-    spread: applies a function to each item, as the builtin `map`.
-    """
-
-    def rounds_of(number: int) -> list[RoundChances]:
-        generator = Generator(device).manual_seed(seed + number)
-        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "end_of_text": end_of_text}
-        return rounds_along(sampler, [prompts[number]], generator=[generator], **options)[0]
-
-    rounds = [one for text in spread(rounds_of, range(len(prompts))) for one in text]
-    accepted = sum(accepted for *_, accepted in rounds)
-    return {"overlap_by_position": by_position(rounds), "rounds": len(rounds), "accepted": accepted}
-
-
-def rounds_along(sampler: Sampler, prompts: Sequence[list[int]], **options: Any) -> list[list[RoundChances]]:
-    """The rounds of one text after each of `prompts`, which are decoded together."""
-    paths: list[list[list[list[float]]]] = [[] for _ in prompts]
-
-    def observer(rows: Rows, guesses: Guesses, p: Tensor, last: Tensor) -> None:
-        for row, number in enumerate(rows.numbers):
-            if not rows.ended[row]:
-                paths[number].append(chances_on_path(guesses, p[row], int(last[row]), row))
-
-    _, records = sampler(prompts, observer=observer, **options)
-    return [list(zip(path, record.drafted[1:], record.accepted[1:])) for path, record in zip(paths, records)]
-
-
-def chances_on_path(guesses: Guesses, p: Tensor, last: int, row: int = 0) -> list[list[float]]:
-    """`chances` of the children of each node on the accepted path of a round, from the root to `last`. p
-    `[nodes + 1, V]`: the target's distribution after the root and after each guess of the row."""
-    parents: Sequence[int] = guesses.tree.parents if guesses.tree else range(guesses.drafts.shape[1])
-    path = [last]
-    while path[0]:
-        path.insert(0, parents[path[0] - 1])
-    children = [[i for i, parent in enumerate(parents) if parent == node] for node in path]  # in drafts and q
-    return [
-        chances(p[node], guesses.q[row, below], guesses.drafts[row, below]) if below else []
-        for node, below in zip(path, children)
-    ]
-
-
-def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
-    """The probability that each of k siblings is the one accepted, if they are judged one by one (`top_down_rule`).
-
-    p `[V]`: the target's distribution. q `[k, V]`: the law of each sibling. drafts `[k]`: their tokens. The share of
-    the first is the overlap of p and q. That of a later one is given the tokens before it, and whether these are
-    rejected: its mean over rounds is the probability.
-    """
-    mass, w = p[None, None], torch.ones_like(p[None, :1])
-    rejected, shares = torch.ones_like(w), []
-    for law, x in zip(q, drafts):
-        shares.append(rejected * overlap(mass, law))
-        ratio, mass, w = after_child(mass, w, law[None, None], x[None, None])
-        rejected = rejected * (1 - ratio)
-    return torch.cat(shares, 1)[0].tolist()
-
-
-def by_position(rounds: Iterable[RoundChances]) -> Positions:
-    """The sums over rounds at each depth that had a guess. A text may end before the last accepted guess of a round:
-    only as many depths count as its record drafted and accepted."""
-    table: list[list[float]] = []
-    for path, drafted, accepted in rounds:
-        for depth in range(accepted + 1):
-            if depth == len(table):
-                table.append([0, 0, 0.0])
-            row, children = table[depth], path[depth] if depth < drafted else []
-            row += [0, 0.0] * (len(children) - len(row) // 2)
-            row[0] += 1
-            for rank, chance in enumerate(children):
-                row[2 * rank + 1] += 1
-                row[2 * rank + 2] += chance
-    return [row for row in table if row[1]]
-
-
-def expectations(positions: Positions) -> dict[str, float]:
-    """The expectations that follow from `positions`. "overlap": the mean over all guesses that were tested (in a tree,
-    over first children), which is the probability that one guess is accepted. "tokens": the tokens a round that should
-    follow if guesses are judged one by one. nan where nothing was guessed."""
-    if not positions:
-        return {"overlap": float("nan"), "tokens": float("nan")}
-    tested = sum(position[1] for position in positions)
-    rates = [sum(position[2::2]) / position[0] for position in positions]
-    return {"overlap": sum(position[2] for position in positions) / tested, "tokens": expected_chain(rates)}
 
 
 def samplers(target: Model, drafter: Drafter, verify: VerificationRule, batches: bool = False) -> dict[str, Sampler]:
@@ -216,7 +76,6 @@ def sweep_costs(
     return {"alpha": alpha, "scoring": scoring, "overlap_by_position": by_position["overlap_by_position"]}
 
 
-@torch.inference_mode()
 def step_costs(
     prompt: list[int],
     target: CachedModel,
@@ -277,63 +136,3 @@ def measure_batches(
             for _, queue in time_texts(methods, texts, repeats, seed, device, batch, warm_up=1):
                 append(cast(QueueLine, {"kind": "queue", **conditions, **(queue or {})}))
                 bar.update()
-
-
-def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
-    """The measurements at one temperature, and the predictions of theory.
-
-    "rows": for each gamma the measured figures of `intervals.summarize`, with "expected", the tokens a round that
-    follow from the overlaps of p and q at each position of a round; "theory", these over the measured costs of
-    drafting and scoring; and "paper", theorem 3.8, which takes each guess to be accepted with the same probability
-    alpha, independently of the others, and scoring to cost what one token costs. Without overlaps (`--acceptance`, an
-    older record) tokens are expected of alpha. "alpha", "c": the inputs of theory; alpha is that of the run, by
-    counting. "plain": the target alone. "best": the gamma that is best by the paper's theorem.
-    """
-    by_method = {row["method"]: row for row in summarize(texts)}
-    # Without a draft model (lookup) a guess costs nothing.
-    c = speedup(texts, "draft", "target", "tpot").middle if "draft" in by_method else 0.0
-    tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
-    alpha = passed / tested if tested else float("nan")
-    rates = [position[2] / position[1] for position in costs["overlap_by_position"]]
-    rows = []
-    for gamma in GAMMAS:
-        if f"gamma {gamma}" in by_method:  # Some are missing in a run that was stopped.
-            expected = expected_chain(rates[:gamma] if len(rates) >= gamma else [alpha] * gamma)
-            theory = {"theory": expected / (gamma * c + costs["scoring"][gamma]), "paper": improvement(alpha, gamma, c)}
-            rows.append(by_method[f"gamma {gamma}"] | {"gamma": gamma, "expected": expected, **theory})
-    best = max(range(33), key=lambda gamma: improvement(alpha, gamma, c))
-    return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": best}
-
-
-def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
-    """{batch: the measurements, and the predictions of theory}.
-
-    "plain": tokens per second of plain decoding, an `Interval`. "rows": for each other method "gamma", its "speedup"
-    over plain decoding of the same batch (median of ratios, repeat by repeat), and "theory": tokens a round over what
-    drafting and scoring cost. "best": the fastest cell, "controller": the speed of costAware over it, repeat by repeat.
-    """
-    predictions: dict[int, dict[str, Any]] = {}
-    costs_of = {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}
-    queued = of_kind(lines, QueueLine)
-    for batch in dict.fromkeys(line["batch"] for line in queued):
-        queues = [line for line in queued if line["batch"] == batch]
-        by_method: dict[str, list[QueueLine]] = {}
-        for line in queues:
-            by_method.setdefault(line["method"], []).append(line)
-        speeds = {name: interval([line["throughput"] for line in of]) for name, of in by_method.items()}
-        rows = []
-        for name in [name for name in by_method if name != "target"]:
-            tokens, drafted = (
-                float(np.mean([line[figure] or 0 for line in by_method[name]]))
-                for figure in ("tokens_per_round", "drafted_per_round")
-            )
-            theory = float("nan")
-            if costs := costs_of.get(batch):  # in units of a plain step
-                scoring = np.interp(drafted + 1, range(1, len(costs["scoring"]) + 1), costs["scoring"])
-                theory = tokens / float(drafted * costs["drafting"] + scoring)
-            ratio = speedup(queues, name, "target")
-            rows.append({"gamma": name.removeprefix("gamma "), "speedup": ratio, "theory": theory})
-        best = max((name for name in speeds if name != "costAware"), key=lambda name: speeds[name].middle)
-        share = speedup(queues, "costAware", best)
-        predictions[batch] = {"plain": speeds["target"], "rows": rows, "best": best, "controller": share}
-    return predictions

@@ -23,19 +23,13 @@ from experiments.speed import digest
 from inputs.models import DTYPES
 from inputs.progress import followed
 from inputs.texts import decoded
-from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.evidence import CONFIDENCE, LISTED, RETOKENISED, SEEN, Evidence, limit_of, seen_by
 from lossless.scorer import Texts, TextScorer, gap_figures, guesses_along
 from methods.catalogue import build
 from utils import Sampling
 
 ROWS = 64  # texts of a piece of work
-LISTED = 20  # tokens that are listed with their places
-# The share of impossible tokens that is put down to the tokenizer, where texts came without token ids: an engine that
-# samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
-RETOKENISED = 0.02
 FITTED = 6400  # tokens at most that are tested for other settings
-SEEN = 0.9  # The power is that of departures that are seen with this probability.
-CONFIDENCE = 0.95  # of the bounds of the total variation
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from experiments.schema import (
     SpeedLine,
     of_kind,
 )
-from experiments.sweep import predict, predict_batches
+from experiments.theory import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, measured_on, swept_texts

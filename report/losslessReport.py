@@ -12,8 +12,7 @@ from rich.text import Text
 
 from experiments.schema import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from inputs.commandLine import counted
-from lossless.audit import CONFIDENCE, LISTED, RETOKENISED, SEEN
-from lossless.evidence import BINS, FALSE_ALARM, TESTS, seen_by
+from lossless.evidence import BINS, CONFIDENCE, FALSE_ALARM, LISTED, RETOKENISED, SEEN, TESTS, seen_by
 from report.tables import Columns, name_of, plain, table_of
 
 SAMPLED_COLUMNS: Columns[LosslessLine] = {

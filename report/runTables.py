@@ -16,7 +16,7 @@ from rich.text import Text
 from experiments import schema
 from experiments.intervals import Interval, by_category, categories, interval, speedup, summarize
 from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, SpeedLine, StepLine, of_kind
-from experiments.sweep import expectations, improvement, predict, predict_batches
+from experiments.theory import expectations, improvement, predict, predict_batches
 from inputs.commandLine import counted
 from lossless.evidence import TESTS
 from report.sources import SPEED_UP

@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from experiments.intervals import FEW
-from experiments.measure import FIGURES
-from experiments.schema import CorpusPerplexityLine, DiversityLine, PerplexityLine, RunLine, TextPerplexityLine
+from experiments.schema import FIGURES, CorpusPerplexityLine, DiversityLine, PerplexityLine, RunLine, TextPerplexityLine
 from inputs.commandLine import counted
 from report.tables import Table, give_or_take, name_of, plain
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 from experiments.flags import parser
 from experiments.intervals import speedup
 from experiments.schema import CostsLine, Run, SpeedLine, TextPerplexityLine, of_kind
-from experiments.sweep import predict
+from experiments.theory import predict
 from inputs.commandLine import visible
 from inputs.files import ROOT
 from methods.catalogue import CATALOGUE, METHODS

@@ -4,7 +4,7 @@
 
 Counted, not timed. A round of gamma guesses reads the draft's weights gamma times and the target's once, and the keys
 and values of CONTEXT tokens with each of these forwards; its tokens follow from the sum of min(p, q) at each position
-of the rounds of a real decoding (`experiments.sweep.rounds_along`).
+of the rounds of a real decoding (`experiments.theory.rounds_along`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, model_record, origin
 from experiments.settings import parse
-from experiments.sweep import by_position, chances, expected_chain, overlap, rounds_along
+from experiments.theory import by_position, chances, expected_chain, overlap, rounds_along
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json

@@ -13,8 +13,8 @@ from test_specSampling import PROMPTS
 from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
-from lossless.audit import RETOKENISED, Auditor, alike, others, power_of, variation_of
-from lossless.evidence import Evidence, limit_of, seen_by
+from lossless.audit import Auditor, alike, others, power_of, variation_of
+from lossless.evidence import RETOKENISED, Evidence, limit_of, seen_by
 from lossless.scorer import TextScorer
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, probabilities

@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 
 from decoding.drafter import Fixed
 from decoding.model import Model
-from experiments.sweep import by_position, expected_chain, overlap, rounds_along
+from experiments.theory import by_position, expected_chain, overlap, rounds_along
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
 from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts

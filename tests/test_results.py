@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from experiments.intervals import Interval, Range, interval, summarize
-from experiments.sweep import predict
+from experiments.theory import predict
 from report import figures, results
 from report.results import Results, show
 from report.runTables import ranked, swept_texts

@@ -17,10 +17,10 @@ from decoding.lengthRules import Acceptance, DraftConfidence
 from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
-from experiments import sweep
+from experiments import sweep, theory
 from experiments.measure import as_timed
 from experiments.speed import queue_figures
-from experiments.sweep import expectations, expected_chain, improvement, overlap, overlaps_of
+from experiments.theory import expectations, expected_chain, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
 from methods.samplers import Decoding, chains, trees
@@ -44,7 +44,7 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     for name, (speed, counts) in tested.items():
         lines += [measurement(name, prompt, 0, speed, acceptance_by_position=counts) for prompt in (0, 1)]
     costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
-    found = sweep.predict(lines, costs)
+    found = theory.predict(lines, costs)
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
 
@@ -57,20 +57,20 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
     assert found["best"] == max(range(9), key=lambda gamma: tokens(gamma) / (1 + gamma * c)) == 2
     assert [row["expected"] for row in found["rows"]] == [1.5, 1.625]
-    unknown = sweep.predict(lines, costs | {"overlap_by_position": []})["rows"]  # as with --acceptance
+    unknown = theory.predict(lines, costs | {"overlap_by_position": []})["rows"]  # as with --acceptance
     assert [row["expected"] for row in unknown] == pytest.approx([tokens(1), tokens(2)])
     guesses = [line for line in lines if line["method"] != "draft"]
-    assert sweep.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
+    assert theory.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
 
 
 def test_texts_of_a_single_token_and_a_run_that_was_stopped_have_a_table_too(monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
     lines = [measurement(name, 0, tpot=None, acceptance_by_position=[]) for name in ("draft", "target", "gamma 1")]
     costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": []}
-    found = sweep.predict(lines, costs)
+    found = theory.predict(lines, costs)
     assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
     assert [row["gamma"] for row in found["rows"]] == [1] and math.isnan(found["rows"][0]["expected"])
-    assert sweep.predict(lines[:2], costs)["rows"] == []
+    assert theory.predict(lines[:2], costs)["rows"] == []
 
 
 def test_what_was_not_measured_is_a_dash():
@@ -110,7 +110,7 @@ LINES = [
 
 
 def test_a_cell_is_the_median_ratio_to_plain_decoding_of_the_same_batch():
-    found = sweep.predict_batches(LINES)
+    found = theory.predict_batches(LINES)
     one, eight = ({row["gamma"]: row for row in found[batch]["rows"]} for batch in (1, 8))
     assert one["1"]["speedup"][0] == pytest.approx((1.5 + 1.4) / 2) and eight["1"]["speedup"][0] == 0.5
     assert one["1"]["theory"] == pytest.approx(1.5 / (0.3 + 1.2))
@@ -178,10 +178,10 @@ def test_rounds_have_the_overlaps_of_their_contexts():
     at the first of three accepted guesses."""
     p, q = torch.rand(4, 61).softmax(-1), torch.rand(3, 61).softmax(-1)
     paths = [
-        sweep.chances_on_path(Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count]), p[: count + 1], last)
+        theory.chances_on_path(Guesses(torch.tensor([[3, 5, 5]])[:, :count], q[None, :count]), p[: count + 1], last)
         for count, last in ((3, 1), (0, 0), (3, 3))
     ]
-    found = sweep.by_position(zip(paths, [3, 0, 1], [1, 0, 1]))
+    found = theory.by_position(zip(paths, [3, 0, 1], [1, 0, 1]))
     overlaps = overlap(p[:3], q)
     assert [position[:2] for position in found] == [[3, 2], [2, 1]]
     assert [position[2] for position in found] == pytest.approx([2 * overlaps[0].item(), overlaps[1].item()])
@@ -265,7 +265,7 @@ def test_the_share_of_each_sibling_is_what_it_adds_on_average():
         left = residual(p, q)
         drawn = q[x] * second[y]
         wanted += drawn * torch.stack([first, (1 - first) * (left[y] / second[y]).clamp(max=1)])
-        found += drawn * torch.tensor(sweep.chances(p, torch.stack([q, second]), torch.tensor([x, y])))
+        found += drawn * torch.tensor(theory.chances(p, torch.stack([q, second]), torch.tensor([x, y])))
     torch.testing.assert_close(found, wanted)
     assert found[0] == pytest.approx(float(overlap(p, q)))
 
