@@ -9,6 +9,7 @@ names. Times are not compared, and neither are texts whose guesses depend on mea
 import ast
 import functools
 import hashlib
+import io
 import math
 import os
 import platform
@@ -16,6 +17,7 @@ import re
 import shlex
 import socket
 import time
+import tokenize
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -152,15 +154,20 @@ def code_version() -> str:
 
 
 def without_comments(file: Path) -> str:
-    """What the source in a file does, in words that do not change with its docstrings and comments."""
+    """The source in a file without docstrings, comments and empty lines, the same under every version of Python."""
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".py":
         return " ".join(re.sub(r"//[^\n]*", "", text).split())
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
+    lines = text.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
-            del node.body[0]
-    return ast.dump(tree)
+            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def machine(device: str) -> dict[str, Any]:

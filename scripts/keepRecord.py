@@ -149,7 +149,7 @@ def of_processes(runs: Sequence[Run]) -> Run:
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
             fast = f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding"
             wrong = f"but a round commits at most {most:.2f} tokens: a fault of the measurement"
-            raise UserError(f"{fast}, {wrong}; was the machine busy? Measure again")
+            raise UserError(f"{fast}, {wrong}; was the machine busy? Measure again in another folder (--from)")
     return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 
@@ -190,9 +190,10 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
         if name == "first":
             replace_file(root / "results.txt", Results(root).rendered([records.runs[name]]))
     elif name not in records.files:
-        raise UserError(f"there is no record {name!r}; there are {', '.join([*MEASURED, *records.files])}")
+        which = ", ".join([*MEASURED, *records.files])
+        raise UserError(f"no record with the name {name!r} is measured or copied here; these are: {which}")
     elif not file.exists():
-        raise UserError(f"{file} is not there; `{command_of(records.files[name])}` writes it")
+        raise UserError(f"{file} is not there; the record is of `{command_of(records.files[name])}`")
     else:
         with library_errors(f"{file} is no record", "name another file"):
             record = json.dumps(without_places(read_json(file)), ensure_ascii=False)

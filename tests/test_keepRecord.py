@@ -60,8 +60,13 @@ def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tm
     (tmp_path / "runs/rounds.json").write_text("[]")
     monkeypatch.setattr(keepRecord.subprocess, "run", lambda command: None)
     before = (copy / "docs/records/results.jsonl").read_text()
-    wrong = {"first": "the command of first failed", "rounds": "is no record", "chat": "is not there; `python test.py "}
-    for name, reason in (wrong | {"../other": "there is no record", "index": "there is no record"}).items():
+    wrong = {
+        "first": "the command of first failed",
+        "rounds": "is no record",
+        "chat": "is not there; the record is of `",
+    }
+    wrong |= dict.fromkeys(("../other", "index", "categories-head"), "no record with the name")
+    for name, reason in wrong.items():
         assert keep(name) == 2
         error = capsys.readouterr().err
         assert error.startswith("keepRecord: error: ") and error.count("\n") == 1 and reason in error

@@ -218,6 +218,14 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
             (tmp_path / name).write_text(source + code)
             assert there() != here
             (tmp_path / name).write_text(source)
+        source = (tmp_path / "utils.py").read_text()
+        (tmp_path / "utils.py").write_text(source.replace('"""', '"""Another. ', 1))
+        assert there() == here
+        text = tmp_path / "a.py"  # Versions of Python read an f-string differently.
+        text.write_text(
+            '"""A page.\n\n    x\n"""\n\nx = f"{1 + 1} # {{}}"  # a comment\n'
+        )  # as every version of Python reads it
+        assert runRecord.without_comments(text) == 'x = f"{1 + 1} # {{}}"'
     finally:
         runRecord.code_version.cache_clear()
 

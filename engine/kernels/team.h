@@ -23,7 +23,7 @@ int omp_get_thread_num();
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
     alignas(64) std::atomic<long> rounds{0};
-    std::atomic<long> stalls{0};  // waits for a thread that did not run
+    std::atomic<long> stalled{-1}, stalls{0};  // the last round that waited for a thread that did not run; how many did
 };
 
 // How many threads the next functions are run by. Where another process takes a core, a thread waits for one that does not
@@ -33,11 +33,11 @@ struct Crew {
     static constexpr long STALLS = 3, FIRST = 32, MOST = 4096;
     long threads = 0, left = 0, next = FIRST;
 
-    long size(long full) { return left > 0 ? left--, threads : full; }
-    void ran(long of, long stalls) {
+    long size(long full) { return left > 0 ? left--, std::min(threads, full) : full; }
+    void ran(long of, long full, long stalls) {
         if (stalls >= STALLS) {
             threads = (of + 1) / 2, left = next, next = std::min(2 * next, MOST);
-        } else if (left == 0) {
+        } else if (of == full) {
             next = FIRST;
         }
     }
@@ -62,7 +62,7 @@ struct Member {
         // waits for may need it.
         static const long cores = std::thread::hardware_concurrency();
         for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
-            if (tries == 100'000 && of <= cores) barrier.stalls++;
+            if (tries == 100'000 && of <= cores && barrier.stalled.exchange(before) != before) barrier.stalls++;
             if (tries >= 100'000) std::this_thread::yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
@@ -94,7 +94,7 @@ void together(bool shared, const F& f) {
 #pragma omp parallel num_threads(of)
     run();
 #endif
-    crew.ran(of, barrier.stalls);
+    if (barrier.rounds > 0) crew.ran(of, full, barrier.stalls);  // Without barriers nothing waits.
 #else
     f(Member{barrier});
 #endif
