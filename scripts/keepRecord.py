@@ -84,8 +84,11 @@ class Records:
         return self.files[name], []
 
     def is_stale(self, name: str) -> bool:
-        """Whether a record that a command measures is of other code than today's, or is missing."""
-        return name in MEASURED and (name not in self.runs or self.runs[name][0].get("code") != code_version())
+        """Whether a record that a command measures is of other code or flags than today's, or is missing."""
+        if name not in MEASURED or name not in self.runs:
+            return name in MEASURED
+        run, _ = self.runs[name]
+        return (run.get("code"), run["command"]) != (code_version(), MEASURED[name][0])
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -189,9 +192,6 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
         replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
         if name == "first":
             replace_file(root / "results.txt", Results(root).rendered([records.runs[name]]))
-    elif name not in records.files:
-        which = ", ".join([*MEASURED, *records.files])
-        raise UserError(f"no record with the name {name!r} is measured or copied here; these are: {which}")
     elif not file.exists():
         raise UserError(f"{file} is not there; the record is of `{command_of(records.files[name])}`")
     else:
@@ -208,8 +208,13 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     args = parser.parse_args(argv)
 
     def keep() -> None:
+        records = Records(root)
+        known = [*MEASURED, *records.files]
+        for name in args.name:  # before any is measured, which takes hours
+            if name not in known:
+                raise UserError(f"no record with the name {name!r} is measured or copied, but {', '.join(known)}")
         args.folder.mkdir(exist_ok=True)
-        for name in args.name or filter(Records(root).is_stale, MEASURED):
+        for name in args.name or filter(records.is_stale, MEASURED):
             keep_record(root, name, args.folder)
 
     return as_command("keepRecord", keep, "What was measured is kept.")

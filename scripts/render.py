@@ -140,7 +140,8 @@ def render(root: Path, check: bool) -> int:
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
         faults += [
-            f"record {name} was measured by other code: make records" for name in filter(records.is_stale, MEASURED)
+            f"record {name} was measured by other code or with other flags: make records"
+            for name in filter(records.is_stale, MEASURED)
         ]
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0

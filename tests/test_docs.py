@@ -81,9 +81,7 @@ def checked(folder, capsys):
 def test_every_block_is_as_its_record_says(capsys):
     render.main(["--check"])
     said = capsys.readouterr().out.splitlines()
-    assert all(line.endswith("by other code: make records") for line in said) or said == [
-        "Everything is as its record says."
-    ]
+    assert all(line.endswith(": make records") for line in said) or said == ["Everything is as its record says."]
 
 
 def test_a_ratio_in_running_text_is_that_of_the_table():

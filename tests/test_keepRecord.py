@@ -34,12 +34,14 @@ def measured(copy, monkeypatch, tmp_path):
     return lambda *words: keepRecord.main([*words, "--from", str(folder)], copy), commands, measure
 
 
-def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one_before(copy, measured, capsys):
+def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one_before(
+    copy, measured, monkeypatch, capsys
+):
     keep, commands, measure = measured
     records, measure.stopped = render.Records(copy), 2
     assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("rounds")
     assert render.main(["--check"], copy) == 1
-    assert "record first was measured by other code: make records\n" in capsys.readouterr().out
+    assert "record first was measured by other code or with other flags: make records\n" in capsys.readouterr().out
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
     assert keep() == 0 and [command[2] for command in commands] == ["--head"] * 3 + ["--lossless"]
     after = render.Records(copy)
@@ -52,6 +54,8 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     assert not any("elsewhere" in text for text in written)
     assert re.findall(r"^Run (\w+) of", written[1], re.M) == ["feed1"]  # what `make run` writes
     assert keep() == 0 and len(commands) == 4
+    monkeypatch.setitem(keepRecord.MEASURED, "first", ("--head other", 2))
+    assert after.is_stale("first")
 
 
 def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tmp_path, capsys):
@@ -70,6 +74,10 @@ def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tm
         assert keep(name) == 2
         error = capsys.readouterr().err
         assert error.startswith("keepRecord: error: ") and error.count("\n") == 1 and reason in error
+    monkeypatch.setattr(
+        keepRecord.subprocess, "run", lambda command: pytest.fail("measured before all names were read")
+    )
+    assert keep("first", "nonsense") == 2
     assert (copy / "docs/records/results.jsonl").read_text() == before
 
 
