@@ -72,8 +72,8 @@ def run(script: str, flags: str) -> int:
         if code := answered(name, flags):
             return code
         return runpy.run_path(script, run_name=Path(script).stem)["main"]()
-    except (KeyboardInterrupt, ModuleNotFoundError) as error:
-        if "KeyboardInterrupt" in "".join(format_exception(error)):  # transformers may rename it, and that again.
+    except (KeyboardInterrupt, Exception) as error:
+        if "KeyboardInterrupt" in "".join(format_exception(error)):  # Libraries that are imported may rename it.
             print("\nInterrupted.", file=sys.stderr)
             return 130
         if not isinstance(error, ModuleNotFoundError) or is_own(error.name or "test"):

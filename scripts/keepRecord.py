@@ -214,8 +214,14 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             if name not in known:
                 raise UserError(f"no record with the name {name!r} is measured or copied, but {', '.join(known)}")
         args.folder.mkdir(exist_ok=True)
+        failed = []
         for name in args.name or filter(records.is_stale, MEASURED):
-            keep_record(root, name, args.folder)
+            try:
+                keep_record(root, name, args.folder)
+            except UserError as error:  # The records after it are measured all the same.
+                failed.append(str(error))
+        if failed:
+            raise UserError("; ".join(failed))
 
     return as_command("keepRecord", keep, "What was measured is kept.")
 
