@@ -1,7 +1,8 @@
 """`other_methods`: methods of other programs, checked and ready to be timed beside this project's methods.
 
 A method is timed only if its greedy text is the argmax of the target in float32, up to rounding: otherwise the
-conversion is wrong. Its sampled text is audited. Both are judged as `test.py --audit` judges (lossless/audit.py).
+conversion is wrong. With `--texts`, sampled text is audited too. Both are judged as `test.py --audit` judges
+(lossless/audit.py).
 """
 
 from __future__ import annotations
@@ -259,13 +260,12 @@ def check_programs(
             method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
             if judged:
                 greedy = check_greedy(method, target, prompts, seed)
-            if judged and sampling.temperature:  # Greedy text says nothing of sampling.
+            if judged and folder_of_texts and sampling.temperature:  # Greedy text says nothing of sampling.
                 texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, seed)
                 auditor = Auditor(target, draft, method.unit_roundoff, seed, limit_of(len(methods)))
                 drawn = auditor.drawn(prefixes, texts, sampling)
-                if folder_of_texts:
-                    pairs = list(zip(prefixes, map(list, texts)))
-                    write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
+                pairs = list(zip(prefixes, map(list, texts)))
+                write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
         except (PeerError, UserError, ValueError, OSError) as error:
             method.fail(error)
         yield {

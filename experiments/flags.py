@@ -266,7 +266,8 @@ class Output:
     """The folder of results.txt, results.jsonl and figures/, which is created if it does not exist. Default: the
     project's folder."""
     texts: Path | None = flag(path, None, "FOLDER", only=OTHERS)
-    """Write the sampled texts of other programs to this folder, each in a file for --audit."""
+    """Test sampled texts of other programs before they are timed, as --audit does, and write them to this folder, each
+    in a file for --audit."""
     show: bool = switch(first=True)
     """Show one text on the screen as it is decoded: guesses accepted, guesses rejected, and the target's own tokens. A
     terminal shows it slowly enough to follow; its speed comes at the end. Nothing is measured. --speedNew, --speedMulti

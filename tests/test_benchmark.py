@@ -53,7 +53,7 @@ def short(monkeypatch):
 
 def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(cli, flags, tmp_path, capsys):
     asked = "--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --sentences 2 --repeats 1"
-    assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
+    assert cli.main([*flags, *asked.split(), "--texts", str(tmp_path), "--out", str(tmp_path)]) == 0
     lines, shown = lines_of(tmp_path), capsys.readouterr().out
     timed = of_kind(lines)
     rows = ["target", "fixed", *(f"generate:{kind}" for kind in Generate.rows)]
@@ -64,7 +64,7 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     assert list(checked) == rows[2:]
     for line in checked.values():
         assert line["failed"] is None and (line["greedy"]["tokens"], line["drawn"]["tokens"]) == (10, 60)
-        assert said_of(line) == "no difference found"
+        assert said_of(line) == "no difference found", line
     (end,) = of_kind(lines, "end")
     assert (tmp_path / end["figures"][0]).stat().st_size > 10_000
     found = {
