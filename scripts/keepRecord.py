@@ -38,7 +38,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "first": ("", 1),
     "compare": ("--compare all --repeats 1 --sentences 5", 5),
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
-    "benchmark-SmolLM2": (f"--compare self,fixed,lookup,{OTHERS} --steps {REAL} {COMPILED} --maxLen 128", 5),
+    "benchmark-SmolLM2": (f"--compare self,fixed,lookup,{OTHERS} --steps {REAL} {COMPILED} --maxLen 128 --sentences 5", 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {REAL} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"{BATCHES} {REAL} --draft self", 1),
