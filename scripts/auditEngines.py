@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -33,9 +34,12 @@ from inputs.texts import write_texts
 from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from lossless.trial import Trial
-from methods.catalogue import METHODS, Role, build, choose
+from methods.catalogue import CATALOGUE, METHODS, Role, build, choose
 from methods.programs.program import FOLDER
 from methods.samplers import Models
+from report.losslessReport import POWER_COLUMNS
+from report.tables import Table, markdown, name_of, table_of
+from scripts.keepRecord import Records, source
 from utils import GREEDY, Sampling
 
 FILE, TEXTS = ROOT / "docs/records/engines.json", FOLDER / "texts"
@@ -48,6 +52,7 @@ SETTINGS = {
     "T 0.85, top-p 0.9, penalty 1.2": Sampling(0.85, 0, 0.9, 1.2),
     "greedy": GREEDY,
 }
+FIRST = {"setting": "T 0.85, top-p 0.9", "seed": 0}  # the cells that README.md has
 ENGINES = (
     "vllm:lookup,openvino:draft,openvino:lookup,llama.cpp:draft,llama.cpp:lookup,generate:lookup,generate:draft,"
     "generate:assisted,generate:universal,vllm,openvino,llama.cpp,ctranslate2,generate:plain,generate:custom"
@@ -147,6 +152,46 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         print(time.strftime("%H:%M"), name, setting, cell["failed"] or cell.get("seen_by", cell.get("beyond")))
     for method in methods.values():
         method.close()
+
+
+def bound(cell: Mapping[str, Any] | None) -> str:
+    """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
+    target's."""
+    if not cell or cell["failed"]:
+        return "fails" if cell else ""
+    if "beyond" in cell:
+        return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
+    low, high = (100 * value for value in cell["variation"])
+    lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
+    other = "another model, " if cell["precision"] == "int8" else ""
+    return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
+
+
+def engines_table(records: Records) -> str:
+    """The audit of every engine's text: a row for each method and seed, a column for each setting of sampling."""
+    record, rows = records["engines"][0], defaultdict[tuple[int, int], dict[str, Any]](dict)
+    for cell in record["cells"]:
+        rows[cell["seed"], list(METHODS).index(cell["method"])][cell["setting"]] = cell
+    settings = list(dict.fromkeys(cell["setting"] for cell in record["cells"]))
+    table = Table("", ["", "version", *settings, "the target's text?"])
+    for seed, number in sorted(rows):
+        cells, method = rows[seed, number], CATALOGUE[number]
+        done = [cell for cell in cells.values() if not cell["failed"]]
+        said = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
+        said = "another model" if any(cell["precision"] == "int8" for cell in done) else said if done else ""
+        title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}"
+        version = done[0]["version"] if done and method.engine else ""
+        table.add(title, version, *(bound(cells.get(setting)) for setting in settings), said)
+    tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
+    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}"
+
+
+def mistakes_table(records: Records) -> str:
+    """How many tokens the tests needed to see each planted mistake, with the vocabulary in both orders."""
+    record = records["engines"][0]
+    columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
+    columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
+    return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

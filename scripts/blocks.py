@@ -6,15 +6,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from html import escape
 from itertools import dropwhile
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import Any, cast
+from typing import cast
 
 from experiments.flags import parser
 from experiments.intervals import speedup
@@ -22,13 +21,14 @@ from experiments.schema import CostsLine, Run, SpeedLine, TextPerplexityLine, of
 from experiments.theory import predict
 from inputs.commandLine import visible
 from inputs.files import ROOT
-from methods.catalogue import CATALOGUE, METHODS
+from methods.catalogue import METHODS
 from playback.trace import summary
-from report.losslessReport import POWER_COLUMNS, verdict
+from report.losslessReport import verdict
 from report.results import Results, pieces_of_run
 from report.runTables import swept_texts
 from report.sources import SPEED_UP, text_table
-from report.tables import Cell, Measured, Table, markdown, name_of, notation, span, table_of
+from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
+from scripts.auditEngines import FIRST, bound, engines_table, mistakes_table
 from scripts.costFrontier import OWN as COSTED
 from scripts.costFrontier import cost_tables
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
@@ -45,7 +45,7 @@ BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes
     "head": ("KV cache, compiled", COMPILED),
 }  # fmt: skip
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
-BEST = r"self|fixed|lookup|head|target alone|(llama|open|ctrans|vllm).*|generate:(plain|compiled|assisted)"
+BEST = r"self|fixed|lookup|target alone|(llama.cpp|openvino|ctranslate2):(plain|int8)|vllm:.*|generate:(plain|compiled)"
 EAGER = (  # methods whose speed-up is quoted of the table of all methods
     "fixed", "block", "lookup", "lookupFirst", "self", "head", "cascade", "additive", "draftConfidence",
     "targetConfidence", "costAware", "tree", "contrastive", "speculativeContrastive",
@@ -61,12 +61,19 @@ OTHERS = {  # folders without code, and their descriptions in the layout
 
 
 def printed(
-    name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
+    name: str,
+    titles: str,
+    records: Records,
+    columns: str = "",
+    rows: str = "",
+    by: str = "",
+    notes: bool = False,
+    audited: bool = False,
 ) -> str:
     """The tables of a record whose titles match a pattern, and a line on how they were measured.
 
     columns, rows: see `markdown`. by: the column by which rows are sorted, the largest figure first. notes: with the
-    sentences under the tables.
+    sentences under the tables. audited: with the bound of each row's text that docs/engines.md has.
     """
     parts, taken = [], False
     for piece in pieces_of_run(*records[name]):
@@ -75,6 +82,11 @@ def printed(
                 if by:
                     at = piece.titles().index(by)
                     piece = replace(piece, rows=sorted(piece.rows, key=lambda row: -cast(Measured, row[at]).value))
+                if audited:
+                    cells_of = [cell for cell in records["engines"][0]["cells"] if cell.items() >= FIRST.items()]
+                    bounds = {name_of(cell["method"]): bound(cell) for cell in cells_of}
+                    cells: list[list[Cell]] = [[*row, bounds.get(str(row[0]), "")] for row in piece.rows]
+                    piece = replace(piece, heads=[*piece.heads, "distance from p"], rows=cells)
                 medians = f"; medians{notation(piece)}" if notation(piece) and "medians" not in piece.title else ""
                 parts.append(f"{markdown(piece, columns, rows)}\n\n{piece.title}{medians}.")
                 parts += [piece.notes] if notes and piece.notes else []
@@ -258,45 +270,6 @@ def graph(records: Records) -> str:
     return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
 
 
-def bound(cell: Mapping[str, Any] | None) -> str:
-    """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
-    target's."""
-    if not cell or cell["failed"]:
-        return "fails" if cell else ""
-    if "beyond" in cell:
-        return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
-    low, high = (100 * value for value in cell["variation"])
-    lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
-    return f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %"
-
-
-def engines(records: Records) -> str:
-    """The audit of every engine's text: a row for each method and seed, a column for each setting of sampling."""
-    record, rows = records["engines"][0], defaultdict[tuple[int, int], dict[str, Any]](dict)
-    for cell in record["cells"]:
-        rows[cell["seed"], list(METHODS).index(cell["method"])][cell["setting"]] = cell
-    settings = list(dict.fromkeys(cell["setting"] for cell in record["cells"]))
-    table = Table("", ["", "version", *settings, "the target's text?"])
-    for seed, number in sorted(rows):
-        cells, method = rows[seed, number], CATALOGUE[number]
-        done = [cell for cell in cells.values() if not cell["failed"]]
-        said = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
-        said = "another model" if any(cell["precision"] == "int8" for cell in done) else said if done else ""
-        title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}"
-        version = done[0]["version"] if done and method.engine else ""
-        table.add(title, version, *(bound(cells.get(setting)) for setting in settings), said)
-    tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
-    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}"
-
-
-def mutations(records: Records) -> str:
-    """How many tokens the tests needed to see each planted mistake, with the vocabulary in both orders."""
-    record = records["engines"][0]
-    columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
-    columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
-    return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
-
-
 def methods_table(records: Records) -> str:
     """The catalogue of methods."""
     table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
@@ -347,8 +320,8 @@ OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
-    "engines": engines,
-    "engines-mistakes": mutations,
+    "engines": engines_table,
+    "engines-mistakes": mistakes_table,
     "layout": layout,
     "graph": graph,
     "methods": methods_table,
@@ -384,8 +357,10 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "over-plain-block": partial(row_ratio, PAIR, "block", "target"),
     "over-assisted": partial(row_ratio, PAIR, "fixed", "generate:assisted"),
     "over-no-cache": partial(row_ratio, PAIR, "fixed", "speculativeNoCache"),
-    "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
-    "pythia-best": partial(printed, SHAPES, "Speed:", columns=f"{OF_PLAIN} | sampled text", rows=BEST, by="tokens/s"),
+    "real-best": partial(
+        printed, REAL, "Speed:", columns=f"{OF_PLAIN} | distance from p", rows=BEST, by="tokens/s", audited=True
+    ),
+    "pythia-best": partial(printed, SHAPES, "Speed:", columns=OF_PLAIN, rows=BEST, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
     **{f"cost-{target}": partial(cost_tables, target) for target in COSTED},
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},

@@ -32,16 +32,27 @@ from utils import UserError
 
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
 RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
+UNAIDED = (  # the methods of other programs that need no draft model
+    "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,llama.cpp:int8,"
+    "openvino:plain,openvino:lookup,openvino:int8,ctranslate2,vllm:plain,vllm:lookup"
+)
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
     "first": ("", 1),
     "compare": ("--compare all --repeats 1 --sentences 5", 5),
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
-    "benchmark-SmolLM2": (f"--compare self,fixed,lookup,{OTHERS} --steps {REAL} {COMPILED} --maxLen 128 --sentences 5", 5),
+    "benchmark-SmolLM2": (
+        f"--compare self,lookup,{UNAIDED} --steps {REAL} --draft self --draftBits 6 {COMPILED} --maxLen 128 "
+        "--sentences 5",
+        5,
+    ),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
-    "categories-SmolLM2": (f"--compare lookup,block,self {REAL} {COMPILED} --prompts sample --maxLen 64", 5),
-    "batch-copy": (f"{BATCHES} {REAL} --draft self", 1),
+    "categories-SmolLM2": (
+        f"--compare lookup,block,self {REAL} --draft self --draftBits 6 {COMPILED} --prompts sample --maxLen 64",
+        5,
+    ),
+    "batch-copy": (f"{BATCHES} {REAL} --draft self --draftBits 6", 1),
     "batch-lookup": (f"{BATCHES} {REAL} --draft lookup", 1),
     "batch-bundled": ("--sweep batch --compile --maxLen 400 --sentences 16 --repeats 4", 1),
     "sweep": ("--sweep --temperature 0 0.5 0.85 1 --repeats 1 --sentences 6", 1),
@@ -84,11 +95,13 @@ class Records:
         return self.files[name], []
 
     def is_stale(self, name: str) -> bool:
-        """Whether a record that a command measures is of other code or flags than today's, or is missing."""
+        """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
+        should be."""
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
-        run, _ = self.runs[name]
-        return (run.get("code"), run["command"]) != (code_version(), MEASURED[name][0])
+        (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
+        measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
+        return (run.get("code"), run["command"]) != (code_version(), flags) or 0 < measured < processes
 
 
 def command_of(record: Mapping[str, Any]) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from benchmark.others import LibraryMethod
 from benchmark.peers import PeerError
-from scripts import auditEngines, blocks
+from scripts import auditEngines
 from utils import GREEDY, Sampling
 
 
@@ -71,4 +71,4 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
 
 def audited(file):
     """The table of the page."""
-    return blocks.engines({"engines": (json.loads(file.read_text()), [])})
+    return auditEngines.engines_table({"engines": (json.loads(file.read_text()), [])})
