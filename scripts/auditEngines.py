@@ -189,6 +189,8 @@ def engines_table(records: Records) -> str:
 def mistakes_table(records: Records) -> str:
     """How many tokens the tests needed to see each planted mistake, with the vocabulary in both orders."""
     record = records["engines"][0]
+    if not record["mistakes"]:
+        return "They have not been measured for this page yet."
     columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
     columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
     return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
