@@ -140,7 +140,7 @@ def render(root: Path, check: bool) -> int:
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
         faults += [
-            f"record {name} was measured by other code or with other flags: make records"
+            f"record {name} is of other code, other flags or too few processes: make records"
             for name in filter(records.is_stale, MEASURED)
         ]
         print(*faults or ["Everything is as its record says."], sep="\n")

@@ -41,7 +41,7 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     records, measure.stopped = render.Records(copy), 2
     assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("rounds")
     assert render.main(["--check"], copy) == 1
-    assert "record first was measured by other code or with other flags: make records\n" in capsys.readouterr().out
+    assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
     assert keep() == 0 and [command[2] for command in commands] == ["--head"] * 3 + ["--lossless"]
     after = render.Records(copy)
