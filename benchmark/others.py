@@ -273,7 +273,7 @@ def check_programs(
             "test": "engine",
             "method": name,
             "precision": method.precision,
-            "quantised": method.precision == "int8",  # other weights than the target's
+            "quantised": method.is_quantised,  # other weights than the target's
             "version": method.version,
             "settings": dict(method.settings),
             "failed": method.failed,

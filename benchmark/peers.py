@@ -31,7 +31,7 @@ REASON = 200  # characters of a reason
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
 COPY = 18 / 32  # bytes of a weight of a 4-bit copy: 32 weights share a scale of 2 bytes
-INT8_ROUNDOFF = 2.0**-6
+QUANTISED_ROUNDOFF = 2.0**-6
 
 
 class PeerError(Exception):
@@ -151,9 +151,12 @@ class OtherMethod:
         self.settings: Mapping[str, Any] = {}
 
     @property
+    def is_quantised(self) -> bool:
+        return self.precision.startswith("int")
+
+    @property
     def unit_roundoff(self) -> float:
-        exact = self.precision != "int8"
-        return torch.finfo(getattr(torch, self.precision)).eps / 2 if exact else INT8_ROUNDOFF
+        return QUANTISED_ROUNDOFF if self.is_quantised else torch.finfo(getattr(torch, self.precision)).eps / 2
 
     def load(
         self, sources: Mapping[str, Source], gamma: int, context: int, free: float, alpha: float | None = None

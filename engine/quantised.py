@@ -42,6 +42,8 @@ def rounded(weight: Tensor, bits: int) -> Codes:
     The number of a group that is furthest from zero gets -2^(bits-1), which has no positive partner: its sign is the
     scale's.
     """
+    if weight.device.type == "mps":  # It has no bfloat16 before macOS 14.
+        weight = weight.cpu()
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     groups_of_row = -(-weight.shape[1] // GROUP)
     codes = torch.empty(len(weight), groups_of_row * GROUP, dtype=torch.uint8, device=weight.device)
@@ -121,6 +123,7 @@ def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTra
     copy = sharing_copy(model)
     by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
     for name, (weight, scales, bits) in codes.items():
+        scales = scales.float() if model.device.type == "mps" else scales  # for `rounded`'s reason
         on_device = Codes(weight.to(model.device), scales.to(model.device), bits)
         layer = QuantisedLinear(on_device, copy.get_submodule(name).bias)
         copy.set_submodule(name, Int4Linear(layer) if by_torch and bits == 4 else layer)

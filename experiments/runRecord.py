@@ -173,8 +173,10 @@ def without_comments(file: Path) -> str:
 def machine(device: str) -> dict[str, Any]:
     """The processor (on a GPU, the GPU), the threads, and the versions."""
     processor = platform.processor() or platform.machine()
-    with suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        processor = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    with suppress(OSError, KeyError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        about = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        # A virtual machine says "AMD EPYC" of every generation.
+        processor = f"{about['model name']} (family {about['cpu family']}, model {about['model']})"
     return {
         "processor": torch.cuda.get_device_name(device) if device.startswith("cuda") else processor,
         "cores": os.cpu_count(),

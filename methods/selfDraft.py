@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -82,7 +82,8 @@ def trials(
     make: Make = lambda copy: copy,
 ) -> Iterator[MeasuredCopy]:
     """Measurements of the copies of all BITS on short texts with which the target continues the ends of some prompts.
-    One copy is in memory at a time."""
+    One copy is in memory at a time. The repetition penalty is left out: it changes the distributions of all alike."""
+    sampling = replace(sampling, repetition_penalty=1.0)
     count, length = TEXTS
     width = min([length, target.context // 2, *map(len, prompts[:count])])
     ends, generator = [prompt[-width:] for prompt in prompts[:count]], Generator(target.device).manual_seed(1)

@@ -96,7 +96,7 @@ def judged(
     `test.py --audit`, and a run with more tokens goes on with them."""
     name, setting, seed = key.values()
     sampling, rows, guessing = SETTINGS[setting], inputs.rows, None
-    unit = method.unit_roundoff if method.precision != "int8" else torch.finfo(torch.float16).eps / 2
+    unit = torch.finfo(torch.float16).eps / 2 if method.is_quantised else method.unit_roundoff
     if "lookup" in name:
         guessing = build(["lookup"], cast(Models, models), inputs.settings.decoding)["lookup"]
     auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
@@ -163,7 +163,7 @@ def bound(cell: Mapping[str, Any] | None) -> str:
         return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
     low, high = (100 * value for value in cell["variation"])
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
-    other = "another model, " if cell["precision"] == "int8" else ""
+    other = "another model, " if cell["precision"].startswith("int") else ""
     return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
 
 
@@ -178,7 +178,7 @@ def engines_table(records: Records) -> str:
         cells, method = rows[seed, number], CATALOGUE[number]
         done = [cell for cell in cells.values() if not cell["failed"]]
         said = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
-        said = "another model" if any(cell["precision"] == "int8" for cell in done) else said if done else ""
+        said = "another model" if any(cell["precision"].startswith("int") for cell in done) else said if done else ""
         title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}"
         version = done[0]["version"] if done and method.engine else ""
         table.add(title, version, *(bound(cells.get(setting)) for setting in settings), said)

@@ -45,7 +45,6 @@ BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes
     "head": ("KV cache, compiled", COMPILED),
 }  # fmt: skip
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
-BEST = r"self|fixed|lookup|target alone|(llama.cpp|openvino|ctranslate2):(plain|int8)|vllm:.*|generate:(plain|compiled)"
 EAGER = (  # methods whose speed-up is quoted of the table of all methods
     "fixed", "block", "lookup", "lookupFirst", "self", "head", "cascade", "additive", "draftConfidence",
     "targetConfidence", "costAware", "tree", "contrastive", "speculativeContrastive",
@@ -357,10 +356,8 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "over-plain-block": partial(row_ratio, PAIR, "block", "target"),
     "over-assisted": partial(row_ratio, PAIR, "fixed", "generate:assisted"),
     "over-no-cache": partial(row_ratio, PAIR, "fixed", "speculativeNoCache"),
-    "real-best": partial(
-        printed, REAL, "Speed:", columns=f"{OF_PLAIN} | distance from p", rows=BEST, by="tokens/s", audited=True
-    ),
-    "pythia-best": partial(printed, SHAPES, "Speed:", columns=OF_PLAIN, rows=BEST, by="tokens/s"),
+    "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | distance from p", by="tokens/s", audited=True),
+    "pythia-best": partial(printed, SHAPES, "Speed:", columns=OF_PLAIN, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
     **{f"cost-{target}": partial(cost_tables, target) for target in COSTED},
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},

@@ -98,7 +98,7 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
     "asked, words",
     [
         ("--compare nobody", "unknown method 'nobody'; known are: all, draft"),
-        ("--compare llama.cpp:int4", "unknown method 'llama.cpp:int4'"),
+        ("--compare llama.cpp:int3", "unknown method 'llama.cpp:int3'"),
         ("--compare llama.cpp --top_k 5", "takes --temperature and --top_p alone"),
         ("--compare fixed --target random:pythia-1m", "there is no shape 'pythia-1m'; known are: random:pythia-70m"),
         ("--lossless fixed --acceptance 0.5", "--acceptance is for measuring speed"),
@@ -113,7 +113,7 @@ def test_a_wrong_flag_is_one_line(cli, asked, words, tmp_path, capsys, monkeypat
 
 
 def test_the_name_of_a_program_is_all_of_its_methods_that_the_models_allow():
-    alone = ["target", *(f"llama.cpp:{kind}" for kind in ("plain", "copy", "lookup", "int8"))]
+    alone = ["target", *(f"llama.cpp:{kind}" for kind in ("plain", "copy", "lookup", "int8", "int4"))]
     assert choose("llama.cpp", ["draft model"]) == alone
     assert "llama.cpp:draft" in choose("llama.cpp", [role for m in METHODS.values() for role in m.needs])
     assert choose("all,vllm:plain", [])[-1] == "vllm:plain" and not any(":" in name for name in choose("all", []))

@@ -123,6 +123,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
         "llama.cpp:copy": "no difference found",
         "llama.cpp:lookup": "no difference found",
         "llama.cpp:int8": "another model",
+        "llama.cpp:int4": "another model",
         "openvino:plain": "left out: the library is missing",
         "openvino:draft": "difference found: ",
         "openvino:lookup": "no difference found",
@@ -395,7 +396,8 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     llama(tmp_path / "other", 5.0, **options)
     size = sum(weight.numel() for weight in model.parameters())
     source = Source(tmp_path / "model", tmp_path / "converted", size, 61)
-    rows = {kind: row for kind, row in PROGRAMS[name].rows.items() if row.draft != "draft" and row.precision != "int8"}
+    quantised = "int8", "int4"
+    rows = {k: row for k, row in PROGRAMS[name].rows.items() if row.draft != "draft" and row.precision not in quantised}
     if name == "llama.cpp":
         rows["4 bits"] = Row("what drafts, alone", None, "int8", peers.COPY)
     monkeypatch.setattr(PROGRAMS[name], "rows", rows)

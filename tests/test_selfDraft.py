@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -268,12 +269,13 @@ def test_a_drafter_needs_the_target_alone():
     assert tree[0] == found[0]
 
 
-def test_trials_measure_acceptance_and_cost(monkeypatch):
-    target = helpers.tiny()
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_trials_measure_acceptance_and_cost(monkeypatch, penalty):
+    target, sampling = helpers.tiny(), replace(FREE, repetition_penalty=penalty)
     times = selfDraft.relative_times(torch.arange(12)[None], target, rounded_copy(target, 4), FREE, 3)
     assert len(times) == 2 and min(times) > 0
     monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (0.25, 1.5))
-    found = list(trials(target, copies_of(target), PROMPTS, FREE, 3))
+    found = list(trials(target, copies_of(target), PROMPTS, sampling, 3))
     assert [trial.bits for trial in found] == list(BITS)
     alphas = [trial.alpha for trial in found]
     assert alphas == sorted(alphas) and 0.3 < alphas[0] < alphas[-1] <= 1.0001

@@ -44,6 +44,7 @@ class LlamaCpp(Program):
         "copy": Row("float16, the target's 4-bit copy guesses", "target", "float16"),
         "lookup": Row("float16, its n-grams guess", "lookup", "float16"),
         "int8": Row("weights in int8", None, "int8"),
+        "int4": Row("weights in 4 bits, Q4_1, and the output layer in int8", None, "int4", 5 / 8),
     }
     requirements = ("llama-cpp-python==0.3.36",)
     installed = FOLDER / "llama-server"
@@ -74,7 +75,7 @@ class LlamaCpp(Program):
         import gguf
 
         types = gguf.GGMLQuantizationType
-        kinds = {16: types.F16, 8: types.Q8_0, 4: types.Q4_0}  # {bits: how a matrix is stored}
+        kinds = {16: types.F16, 8: types.Q8_0, 5: types.Q4_1, 4: types.Q4_0}  # {bits: how a matrix is stored}
         writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
         writer.add_context_length(weights.context)
         writer.add_embedding_length(weights.config["hidden_size"])
@@ -110,8 +111,8 @@ class LlamaCpp(Program):
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             kind = types.F32
             if weight.ndim > 1:  # A matrix whose rows are not whole blocks is stored in 16 bits.
-                block, _ = gguf.GGML_QUANT_SIZES[kinds[bits]]
-                kind = kinds[16 if weight.shape[-1] % block else bits]
+                kind = kinds[8 if bits == 5 and name.startswith(("token_embd", "output.")) else bits]
+                kind = kinds[16] if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
