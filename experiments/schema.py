@@ -292,7 +292,7 @@ class AuditFigures(EvidenceFigures):
     places: list[TokenPlace]  # of impossible tokens
     alike: NotRequired[float]  # the p-value of `lossless.audit.alike`
     power: Power
-    variation: NotRequired[list[float]]  # the bounds of the total variation (`lossless.audit.variation_of`)
+    variation: NotRequired[list[float]]  # `lossless.audit.variation_of`
     fits: list[dict[str, float]]  # other settings under which no test rejects them
 
 

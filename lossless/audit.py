@@ -134,9 +134,8 @@ def power_of(evidence: Evidence, limit: float) -> Power:
     """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
-    limit. variation: of the distribution of u from the uniform one, at the place where it is largest. That is the total
-    variation distance of the sampler from p, averaged over contexts, if the order of the vocabulary shows it. Then the
-    share of tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
+    limit. variation: of the distribution of u from the uniform one, at the place where it is largest. The share of
+    tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
     """
     possible = ~np.isnan(evidence.u)
     n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
@@ -147,13 +146,16 @@ def power_of(evidence: Evidence, limit: float) -> Power:
 
 
 def variation_of(evidence: Evidence) -> list[float]:
-    """The total variation distance of the sampler from p, averaged over contexts, as far as the order of the vocabulary
-    shows it: the bounds that it respects with a confidence of CONFIDENCE.
+    """How far the sampler is from p as the order of the vocabulary shows it: [least, most], with a confidence of
+    CONFIDENCE.
 
-    Let F be the mean of the true distributions of u, given the texts before the tokens. It differs from the uniform one
-    by at most the mean total variation. The empirical distribution differs from F by a martingale. Its covariance is at
-    most that of the Brownian bridge, so the supremum is at most as large as Kolmogorov's for so many independent u. An
-    impossible token comes last in the order: its u is 1.
+    Let F be the distribution of u, averaged over the contexts of the tokens. The distance is the largest difference
+    between F and the uniform distribution. The total variation distance of the sampler from p, averaged over contexts,
+    is at least that. It can be more: differences of several contexts can cancel.
+
+    The empirical distribution of u differs from F by a martingale, whose covariance is at most the Brownian bridge's.
+    So for many tokens the error is at most Kolmogorov's, although tokens of a text depend on each other. An impossible
+    token comes last in the order: its u is 1.
     """
     u = np.where(evidence.impossible == 1, 1.0, evidence.u)
     u = u[~np.isnan(u)]

@@ -35,7 +35,7 @@ LISTED = 20  # tokens that are listed with their places
 # samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
 RETOKENISED = 0.02
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
-CONFIDENCE = 0.95  # of the bounds of the total variation
+CONFIDENCE = 0.95  # of `lossless.audit.variation_of`
 FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.
 TESTS = {
     "chi_square": "chi-square",

@@ -58,7 +58,7 @@ REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
 DIVERSITY_NOTES = (
-    f"Means over texts ± half of the 95 % bootstrap interval, or (range of fewer than {FEW} independent values). "
+    f"Means over texts ± half of the 95 % bootstrap interval, or (range: fewer than {FEW} independent values). "
     "entropy n: of n-grams, in bits; distinct n: different n-grams over all; repeated: the share of 4-grams that "
     "occurred before. N-grams are of prompt and text, split at white space. perplexity: under the target, of the text "
     "after the prompt. article: GPT-2 large with GPT-2."

@@ -123,7 +123,7 @@ def table_of(title: str, columns: Columns[Row], rows: Iterable[Row]) -> Table:
 
 def notation(*tables: Table) -> str:
     """The legend of what follows the medians in `tables`, such as " [95 % bootstrap interval]", or an empty string."""
-    words = {False: " [95 % bootstrap interval]", True: f" (range of fewer than {FEW} independent values)"}
+    words = {False: " [95 % bootstrap interval]", True: f" (range: fewer than {FEW} independent values)"}
     figures = [cell for table in tables for row in table.rows for cell in row if isinstance(cell, Measured)]
     kinds = {figure.of_range for figure in figures if "\n" in figure.written("\n")}
     return " or".join(words[of_range] for of_range in sorted(kinds))

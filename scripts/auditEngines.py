@@ -155,7 +155,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
 
 
 def bound(cell: Mapping[str, Any] | None) -> str:
-    """A cell of an audit in words: the bounds of the total variation; of greedy text the tokens that are not the
+    """A cell of an audit in words: the bounds of its distance; of greedy text the tokens that are not the
     target's."""
     if not cell or cell["failed"]:
         return "fails" if cell else ""
@@ -165,6 +165,13 @@ def bound(cell: Mapping[str, Any] | None) -> str:
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
     other = "another model, " if cell["precision"].startswith("int") else ""
     return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
+
+
+def excluded(method: str, records: Records) -> str:
+    """How many tokens of a method top-p excludes."""
+    cells = records["engines"][0]["cells"]
+    cell = next(cell for cell in cells if cell.items() >= (FIRST | {"method": method}).items())
+    return f"{cell['impossible']:,} of {cell['tokens']:,}"
 
 
 def engines_table(records: Records) -> str:

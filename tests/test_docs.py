@@ -29,7 +29,7 @@ from inputs.models import ModelLimits, load_tokenizer
 from inputs.texts import read_texts
 from regrSampling import regrSampling
 from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
-from scripts.blocks import BEST, BLOCKS, REAL
+from scripts.blocks import BLOCKS, FASTEST, REAL
 from specSampling import specSampling
 from utils import GREEDY, UserError
 
@@ -182,9 +182,9 @@ def test_the_best_rows_stand_in_the_order_of_their_speed_and_have_the_bounds_of_
     (copy / "docs/records/engines.json").write_text(json.dumps(audit))
     table = [line for line in BLOCKS["real-best"](render.Records(copy)).splitlines() if line.startswith("|")]
     titles, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table]
-    assert titles == ["", "tokens/s", "TTFT ms", "TPOT ms", "speed-up", "distance from p"]
+    assert titles == ["", "tokens/s", "TTFT ms", "TPOT ms", "speed-up", "visible distance"]
     speeds = [float(row[1].split()[0]) for row in rows]
-    assert speeds == sorted(speeds, reverse=True) and all(re.fullmatch(BEST, row[0]) for row in rows)
+    assert speeds == sorted(speeds, reverse=True) and all(re.fullmatch(FASTEST, row[0]) for row in rows)
     assert rows[0][0] == "target alone" and rows[0][4] == "1.00"
     said = {row[0]: row[5] for row in rows}
     assert said["openvino:plain"] == "**5.0–10.0 %**; 5 % impossible" and said["llama.cpp:plain"].startswith("≤ ")

@@ -159,7 +159,7 @@ def test_figures_are_medians_of_the_lines_and_what_does_not_exist_is_a_dash(tmp_
     target, speculative = (re.search(f"^{name}.*", text, re.M)[0].split() for name in ("target alone", "speculative"))
     assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
     assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
-    assert "(500–1500)" in text and "1 repeat (range of fewer than 6 independent values)." in text
+    assert "(500–1500)" in text and "1 repeat (range: fewer than 6 independent values)." in text
     assert "Acceptance by position in the round: 0.75, 0.33." in text
     nothing = {"tpot": math.nan, "tokens_per_round": math.nan, "acceptance_by_position": []}
     text = write(tmp_path / "short", run_line(maxLen=1), *(line | nothing for line in lines))
@@ -220,8 +220,8 @@ def test_intervals_and_ranges_have_their_own_notation():
     assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
     alone, of_many, of_few = (Table("", [""], [[span(figures)]]) for figures in ([1] * 3, [1, 0, 2], Range(1, 0, 2)))
     assert notation(alone) == "" and notation(of_many) == " [95 % bootstrap interval]"
-    assert notation(of_few) == " (range of fewer than 6 independent values)"
-    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range of fewer than 6 independent values)"
+    assert notation(of_few) == " (range: fewer than 6 independent values)"
+    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range: fewer than 6 independent values)"
 
 
 @pytest.mark.parametrize("name", ["head-bundled-target", "ablation-bundled-target"])
