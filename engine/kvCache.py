@@ -180,7 +180,9 @@ def set_attention(model: PreTrainedModel) -> torch.dtype:
     can_set = model._can_set_attn_implementation()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
-            module.config._attn_implementation = SDPA if model._supports_sdpa and can_set else EAGER
+            # torch's attention caps no scores. Older versions of transformers use it for Gemma 2 all the same.
+            is_capped = getattr(module.config, "attn_logit_softcapping", None)
+            module.config._attn_implementation = SDPA if model._supports_sdpa and can_set and not is_capped else EAGER
     return torch.float32 if model.device.type == "cpu" and can_set else model.dtype
 
 

@@ -3,6 +3,7 @@
 The kernel runs in Triton's interpreter, if Triton is installed; with TRITON_INTERPRET=0 on a GPU.
 """
 
+import importlib.metadata
 import importlib.util
 import math
 import os
@@ -24,7 +25,18 @@ from specSampling import specSampling
 from utils import GREEDY, Sampling, pick, probabilities
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"  # conftest.py
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def reason_without_triton():
+    """Why Triton's kernel cannot run here, or ""."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    of = [tuple(map(int, importlib.metadata.version(name).split(".")[:2])) for name in ("triton", "numpy")]
+    is_old = DEVICE == "cpu" and of[0] < (3, 7) and of[1] >= (2, 4)
+    return "the interpreter of this Triton needs an older numpy" if is_old else ""
+
+
+needs_triton = pytest.mark.skipif(bool(reason_without_triton()), reason=reason_without_triton())
 
 # torch.compile.
 
