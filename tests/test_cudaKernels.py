@@ -58,6 +58,7 @@ def captured(model):
 @torch.inference_mode()
 def test_a_forward_compiles_without_breaks(backend):
     """On a CPU. The shapes of rounds, and a new KV cache, are symbols in the end: they need few compilations."""
+    torch._dynamo.reset()  # Compilations for other tests count against its limit.
     counter = CompileCounterWithBackend(backend)
     eager, model = helpers.tiny(), helpers.tiny()
     model.network = lambda tokens: torch.compile(model.model, fullgraph=True, backend=counter)

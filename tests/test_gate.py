@@ -6,7 +6,7 @@ import pytest
 import torch
 import zoo
 from conftest import refused
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import settings as drawing
 from hypothesis import strategies as st
 from transformers import (
@@ -234,7 +234,10 @@ def configurations(draw):
 @given(config=configurations())
 def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(config):
     torch.manual_seed(0)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    try:
+        model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config).eval()
+    except RuntimeError:  # transformers has no "yarn" for an odd number of rotated dimensions.
+        reject()
     tokens = torch.randint(config.vocab_size, (2, 100))
     with torch.inference_mode():
         right = model(input_ids=tokens, use_cache=False).logits
