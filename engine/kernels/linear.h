@@ -48,7 +48,7 @@ static void through_blocks(const Multiply& kernel, const T* x, const T* packed, 
                 if (jobs > 1) {  // Each job prefetches its share of the next part.
                     const T* next = b + 1 < blocks ? part + in * SIDE : packed + (from + depth) * SIDE;
                     long bytes = each.in * SIDE * long(sizeof(T));
-                    each.lines = 1, each.pace = (SIDE * 4 + jobs - 1) / jobs;
+                    each.pace = (SIDE * 4 + jobs - 1) / jobs;
                     each.ahead = (next - part) * long(sizeof(T)) + bytes * job / jobs;
                 }
                 kernel.run(each);

@@ -48,6 +48,10 @@ static inline Floats added(const bf16*, Floats sum, Words w, Words x) {
 #endif
 }
 
+// Prefetching into the second cache leaves the first cache's few slots for misses to the loads. With 2 to STREAMED tokens
+// the processor's own prefetching is as fast. Measured on AMD Zen 4.
+constexpr int STREAMED = 6;
+
 // The job of M tokens. All sums stay in registers. With few tokens there are several sums for each output, because one
 // would wait for itself.
 template <int M, typename T>
@@ -57,8 +61,9 @@ static void by_vectors(const Job<T>& job) {
     const char* block = (const char*)job.block;
     auto step = [&](long pair, int way) __attribute__((always_inline)) {
         const char* here = block + pair * SIDE * 4;
-        const char* next = block + job.ahead + pair * job.pace;
-        for (int line = 0; line < job.lines; line++) __builtin_prefetch(next + 64 * line);
+        const char* next = here + (M == 1 ? 4096 : 8192);
+        if (job.ahead) __builtin_prefetch(block + job.ahead + pair * job.pace);
+        else if (M == 1 || M > STREAMED) __builtin_prefetch(next, 0, 2), __builtin_prefetch(next + 64, 0, 2);
         Words w[VECTORS];
 #pragma GCC unroll 8
         for (int v = 0; v < VECTORS; v++) w[v] = loaded<Words>(here + v * BYTES);
@@ -153,7 +158,7 @@ template <int BITS> struct Tile {
     }
 };
 
-constexpr long AHEAD_OF_CODES = 8192;  // Bytes from what is read to what is prefetched.
+constexpr long AHEAD_OF_CODES = 16384;  // Bytes from what is read to what is prefetched, into the second cache.
 constexpr int MOST_OF_CODES = std::max(1, BYTES == 64 ? 9 : BYTES / 10);  // With more, few sums stay in registers.
 
 // The job of M tokens whose weights have BITS bits.
@@ -164,7 +169,7 @@ template <int M, int BITS> static void by_codes(const CodesJob& job) {
     const CodesJob::Group* group = job.groups;
     for (long in = 0; in < job.in; in += job.group, group += M) {
         const char* scales = here;
-        __builtin_prefetch(scales + AHEAD_OF_CODES);
+        __builtin_prefetch(scales + AHEAD_OF_CODES, 0, 2);
         here += SIDE * 2;
         Ints sums[M][VECTORS];
 #pragma GCC unroll 16
@@ -173,7 +178,7 @@ template <int M, int BITS> static void by_codes(const CodesJob& job) {
             for (int v = 0; v < VECTORS; v++) sums[m][v] = (Ints)spread(&group[m].start);
         for (long tile = 0; tile < job.group; tile += TILE, here += BITS * SIDE * 4) {
 #pragma GCC unroll 16
-            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + AHEAD_OF_CODES + line);
+            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + AHEAD_OF_CODES + line, 0, 2);
             Tile<BITS> weights(here);
 #pragma GCC unroll BYTES / 8
             for (int k = 0; k < 8; k++) {

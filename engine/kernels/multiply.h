@@ -20,10 +20,9 @@ struct Job {
     float* sums;
     long apart = SIDE;
     bool add = false;   // Adds to what `sums` holds.
-    // What vectors prefetch (tiles read their next step instead):
-    long ahead = 4096;      // Bytes from the block's begin to what is prefetched first,
-    long pace = SIDE * 4;   // bytes to go on by for each SIDE * 4 bytes that are read,
-    int lines = 2;          // and cache lines prefetched at each of these places: 1 if several jobs go through the block.
+    // If several jobs go through the block (tiles read their next step instead):
+    long ahead = 0;  // bytes from the block's begin to what is prefetched first,
+    long pace = 0;   // and bytes to go on by for each SIDE * 4 bytes that are read.
 };
 
 // sums[tokens][SIDE] = x times one block of a weight in few bits (linear.h). x is rounded by groups of inputs.
