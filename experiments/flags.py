@@ -151,9 +151,9 @@ class ModelChoice:
     """A head that was trained for the target (scripts/trainHead.py), a folder: one decoder layer that guesses from the
     target's hidden states. It is the draft if no other is named. Default: for the bundled target the bundled head, else
     none."""
-    draft_bits: str = choice((*map(str, BITS), "auto"), "auto", only=COPY)
+    draft_bits: str = choice((*map(str, BITS), "auto"), "6", only=COPY)
     """The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and times
-    measured on continuations of the prompts; of nearly equal ones, 6 before 5."""
+    measured on continuations of the prompts, which takes some seconds; of nearly equal ones, 6 before 5."""
     draft_vocab: int | None = flag(whole(1))
     """Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all
     tokens."""

@@ -25,7 +25,7 @@ from regrSampling import regrSampling
 from utils import Sampling, UserError, probabilities
 
 TEXTS = 4, 64  # that the target writes for `trials`, and the most tokens of each, and of the prompt before it
-TIMINGS = 12  # of each forward
+TIMINGS = 5  # of each forward
 CLOSE = 0.03  # A gain is measured to this precision.
 PREFERRED = 6, 5, 4, 8  # bits: the earlier of two copies whose gains are close
 

@@ -376,7 +376,7 @@ def test_a_text_is_played(run, tmp_path, capsys, words):
 def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monkeypatch, capsys):
     times = iter([0.9, 0.2, 0.9, 0.9])  # of a copy's step: that in 5 bits is the fastest
     monkeypatch.setattr(selfDraft, "relative_times", lambda *models_and_text: (next(times), 1.2))
-    record, *_ = run("--draft self --compare fixed --sentences 1")
+    record, *_ = run("--draft self --draftBits auto --compare fixed --sentences 1")
     assert record["flags"]["draftBits"] == "5" and "5 bits" in record["models"]["draft"]["name"]
     said = capsys.readouterr().out
     assert re.search(
