@@ -20,7 +20,7 @@ from decoding.rows import Record
 from experiments.speed import Written
 from inputs.devices import available_memory
 from inputs.files import ROOT, gigabytes, new_folder
-from methods.programs.program import FOLDER, SITE, LoadRequest, Program, TextRequest, last_line
+from methods.programs.program import FOLDER, FORMS, SITE, LoadRequest, Program, TextRequest, last_line
 from methods.programs.registry import PROGRAMS
 from utils import Sampling
 
@@ -30,7 +30,7 @@ CODE = "import sys; from methods.programs import program; program.main(*sys.argv
 REASON = 200  # characters of a reason
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
-COPY = 18 / 32  # bytes of a weight of a 4-bit copy: 32 weights share a scale of 2 bytes
+COPY = "Q4_0"  # how the weights of a 4-bit copy are stored
 QUANTISED_ROUNDOFF = 2.0**-6
 
 
@@ -115,17 +115,16 @@ class Source:
     vocabulary: int
     slot: int = 0
 
-    def as_stored(self, program: type[Program], stored: float) -> str:
-        """The folder of the model as the program stores it, with `stored` bytes a weight, written now or in an earlier
-        run. Rows that store it alike share it. Raises PeerError if there is too little memory or disk."""
-        bits = int(8 * stored)  # 4 of a copy, without its scales
-        folder = self.converted / f"{program.name}-{bits}"
+    def as_stored(self, program: type[Program], form: str) -> str:
+        """The folder of the model as the program stores it, its weights as `form`, written now or in an earlier run.
+        Rows that store it alike share it. Raises PeerError if there is too little memory or disk."""
+        folder = self.converted / f"{program.name}-{form}"
         if not folder.exists():
             check_free("converting", SPACE * WORKING * self.parameters, available_memory("cpu"), "of memory")
             with closing(ProgramProcess(program)) as process, new_folder(folder) as written:
                 free = shutil.disk_usage(written).free
-                check_free("converting", SPACE * stored * self.parameters, free, "on the disk")
-                process.ask("convert", self.folder, self.vocabulary, written, bits)
+                check_free("converting", SPACE * FORMS[form] * self.parameters, free, "on the disk")
+                process.ask("convert", self.folder, self.vocabulary, written, form)
         return str(folder)
 
 
@@ -189,7 +188,7 @@ class Peer(OtherMethod):
 
     def __init__(self, name: str, dtype: str, batch: int = 1) -> None:
         super().__init__(name, "float32" if dtype == "float16" else dtype, batch)
-        self.stored = self.row.stored or getattr(torch, self.precision).itemsize
+        self.form = self.row.form or self.precision
         self.process: ProgramProcess | None = None
 
     def load(
@@ -197,11 +196,11 @@ class Peer(OtherMethod):
     ) -> None:
         super().load(sources, gamma, context, free, alpha)
         drafts, target = self.row.draft, sources["target"]
-        models = {"target": (target, self.stored)}
+        models = {"target": (target, self.form)}
         if drafts and drafts != "lookup":
-            models["draft"] = sources[drafts], COPY if drafts == "target" else self.stored
-        folders = {role: source.as_stored(self.program, stored) for role, (source, stored) in models.items()}
-        needed = SPACE * sum(source.parameters * stored for source, stored in models.values())
+            models["draft"] = sources[drafts], COPY if drafts == "target" else self.form
+        folders = {role: source.as_stored(self.program, form) for role, (source, form) in models.items()}
+        needed = SPACE * sum(source.parameters * FORMS[form] for source, form in models.values())
         needed += target.slot * context * self.batch
         check_free("loading", needed, min(free, available_memory("cpu")), "of memory")
         request = LoadRequest(

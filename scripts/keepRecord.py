@@ -33,8 +33,8 @@ from utils import UserError
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
 RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
 UNAIDED = (  # the methods of other programs that need no draft model
-    "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,llama.cpp:int8,llama.cpp:int4,"
-    "openvino:plain,openvino:lookup,openvino:int8,ctranslate2,vllm:plain,vllm:lookup"
+    "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,"
+    "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,vllm:plain,vllm:lookup"
 )
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"

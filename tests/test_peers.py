@@ -122,6 +122,7 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
         "llama.cpp:draft": "no difference found",  # It fails later, while it is timed.
         "llama.cpp:copy": "no difference found",
         "llama.cpp:lookup": "no difference found",
+        "llama.cpp:bfloat16": "no difference found",
         "llama.cpp:int8": "another model",
         "llama.cpp:int4": "another model",
         "openvino:plain": "left out: the library is missing",
@@ -209,8 +210,9 @@ def test_what_does_not_fit_says_so(loaded):
 
 def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path):
     method, (*converted, (request,)) = loaded("llama.cpp:copy")
-    assert [(source, bits) for source, _, _, bits in converted] == [(tmp_path / "model", bits) for bits in (16, 4)]
-    folders = [str(tmp_path / "converted" / f"llama.cpp-{bits}") for bits in (16, 4)]
+    forms = "float16", "Q4_0"
+    assert [(source, form) for source, _, _, form in converted] == [(tmp_path / "model", form) for form in forms]
+    folders = [str(tmp_path / "converted" / f"llama.cpp-{form}") for form in forms]
     assert [request.target, request.draft] == folders and request.gamma == 3
     assert method.failed is None and method.memory == 1.25 * 1000 * (2 + 0.5625)
     assert len(loaded("llama.cpp:copy")[1]) == 1  # Converted models are found again.
@@ -416,7 +418,8 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     assert failed[0] == [None] * len(rows), failed
     assert all(words.startswith("not timed: ") for words in failed[1]), failed
     if name == "llama.cpp":
-        of_16, of_4 = ((tmp_path / f"converted/llama.cpp-{bits}/model.gguf").stat().st_size for bits in (16, 4))
+        files = (tmp_path / f"converted/llama.cpp-{form}/model.gguf" for form in ("float16", peers.COPY))
+        of_16, of_4 = (file.stat().st_size for file in files)
         assert of_4 < 0.5 * of_16  # In 8 bits it is 0.6.
 
 

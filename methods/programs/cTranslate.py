@@ -41,7 +41,7 @@ class CTranslate(Program):
         self.settings = {"intra_threads": best}
 
     @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
+    def convert(weights: Weights, folder: Path, form: str) -> None:
         """By the library's own converter. It keeps the type of the weights, and loading widens them."""
         from ctranslate2.converters.transformers import GPTNeoXLoader, LlamaLoader
 
@@ -55,7 +55,7 @@ class CTranslate(Program):
         specification.config.bos_token = specification.config.eos_token = specification.config.unk_token = "t0"
         specification.config.layer_norm_epsilon = weights.epsilon
         specification.validate()
-        specification.optimize("int8" if bits == 8 else None)
+        specification.optimize("int8" if form == "int8" else None)
         specification.save(str(folder))
 
     def start(self, threads: int) -> float:

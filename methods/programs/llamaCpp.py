@@ -35,7 +35,7 @@ CMAKE_OPTIONS = {
 
 
 class LlamaCpp(Program):
-    """It computes in float16 everywhere."""
+    """It computes in float16, unless a row says otherwise."""
 
     name = "llama.cpp"
     rows = {
@@ -43,8 +43,9 @@ class LlamaCpp(Program):
         "draft": Row("float16, the draft model guesses", "draft", "float16"),
         "copy": Row("float16, the target's 4-bit copy guesses", "target", "float16"),
         "lookup": Row("float16, its n-grams guess", "lookup", "float16"),
+        "bfloat16": Row("bfloat16", None, "bfloat16"),
         "int8": Row("weights in int8", None, "int8"),
-        "int4": Row("weights in 4 bits, Q4_1, and the output layer in int8", None, "int4", 5 / 8),
+        "int4": Row("weights in 4 bits, Q4_1, and the output layer in int8", None, "int4", "Q4_1"),
     }
     requirements = ("llama-cpp-python==0.3.36",)
     installed = FOLDER / "llama-server"
@@ -70,12 +71,13 @@ class LlamaCpp(Program):
             shutil.copy(build / "bin" / "llama-server", cls.installed)
 
     @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
+    def convert(weights: Weights, folder: Path, form: str) -> None:
         """Write model.gguf."""
         import gguf
 
         types = gguf.GGMLQuantizationType
-        kinds = {16: types.F16, 8: types.Q8_0, 5: types.Q4_1, 4: types.Q4_0}  # {bits: how a matrix is stored}
+        kinds = {"float16": types.F16, "bfloat16": types.BF16, "int8": types.Q8_0}
+        kinds |= {"Q4_1": types.Q4_1, "Q4_0": types.Q4_0}
         writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
         writer.add_context_length(weights.context)
         writer.add_embedding_length(weights.config["hidden_size"])
@@ -111,8 +113,9 @@ class LlamaCpp(Program):
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
             kind = types.F32
             if weight.ndim > 1:  # A matrix whose rows are not whole blocks is stored in 16 bits.
-                kind = kinds[8 if bits == 5 and name.startswith(("token_embd", "output.")) else bits]
-                kind = kinds[16] if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+                is_head = name.startswith(("token_embd", "output."))
+                kind = kinds["int8" if form == "Q4_1" and is_head else form]
+                kind = types.F16 if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()

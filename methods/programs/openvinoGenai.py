@@ -21,9 +21,9 @@ class OpenVino(Program):
 
     name = "openvino"
     rows = {
-        "plain": Row("OpenVINO GenAI", stored=2),
-        "draft": Row("the draft model guesses", "draft", stored=2),
-        "lookup": Row("its prompt lookup", "lookup", stored=2),
+        "plain": Row("OpenVINO GenAI", form="bfloat16"),
+        "draft": Row("the draft model guesses", "draft", form="bfloat16"),
+        "lookup": Row("its prompt lookup", "lookup", form="bfloat16"),
         "int8": Row("weights in int8", precision="int8"),
     }
     requirements = "openvino-genai==2026.4.1.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"
@@ -51,13 +51,13 @@ class OpenVino(Program):
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **options)
 
     @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
+    def convert(weights: Weights, folder: Path, form: str) -> None:
         """The graph, its other files for GenAI, and the tokenizer if it exists: a draft model needs it."""
         import openvino
 
         from methods.programs.openvinoGraph import GraphBuilder
 
-        path, builder = folder / "openvino_model.xml", GraphBuilder(weights, bits)
+        path, builder = folder / "openvino_model.xml", GraphBuilder(weights, form)
         openvino.save_model(builder.model(), path, compress_to_fp16=False)
         # Mark conversions of weights as decompression, as OpenVINO's own converter does; its Python interface has no
         # call for that. Otherwise the plugin widens all weights to float32 when it loads the graph, and keeps them

@@ -16,10 +16,10 @@ ZERO = np.float32(0)
 
 
 class GraphBuilder:
-    """Builds the graph. bits: 16 for weights in 16 bits; 8 for weights in int8 with a scale for each row."""
+    """Builds the graph. form: bfloat16, or int8 with a scale for each row."""
 
-    def __init__(self, weights: Weights, bits: int) -> None:
-        self.weights, self.bits = weights, bits
+    def __init__(self, weights: Weights, form: str) -> None:
+        self.weights, self.form = weights, form
         self.alive: list[np.ndarray] = []  # Constants refer to this memory until the graph is written.
         self.decompressions: set[str] = set()
         self.states: list[Node] = []
@@ -128,7 +128,7 @@ class GraphBuilder:
     def matrix(self, name: str) -> Node:
         """A matrix, converted to float32 where it is used: stored in int8 with scales; in bfloat16 if the file has it,
         without a copy: the graph refers to the file; or else in float16."""
-        if self.bits == 8:
+        if self.form == "int8":
             weight = self.weights[name]
             scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float16)
             rounded = np.round(weight / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127).astype(np.int8)

@@ -33,6 +33,8 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
 }
 # The tokens, and [seconds since the call, tokens that came then], as they came.
 Answer = tuple[list[int], list[tuple[float, int]]]
+# {how weights are stored: bytes of one, with its share of the scales of 4-bit blocks}
+FORMS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "Q4_1": 20 / 32, "Q4_0": 18 / 32}
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Row:
 
     title: a line of help. draft: the role of the model that guesses; "target" stands for the target's own copy in 4
     bits, "lookup" for prompt lookup; None: nothing guesses. precision: the type it computes in; "" is the run's dtype.
-    stored: bytes of a stored weight; 0: as many as `precision` has.
+    form: how the weights are stored, one of FORMS; "" is the precision.
     """
 
     title: str
     draft: str | None = None
     precision: str = ""
-    stored: float = 0
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,8 @@ class Program:
         return []
 
     @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
-        """Write the model in the program's own format, with `bits` bits a weight."""
+    def convert(weights: Weights, folder: Path, form: str) -> None:
+        """Write the model in the program's own format, its weights stored as `form`, one of FORMS."""
         raise NotImplementedError
 
     def generate(self, request: TextRequest) -> Answer:
@@ -185,7 +187,7 @@ def run_command(*command: object) -> str:
 def main(address: str, descriptor: str) -> None:
     """Answer the messages that come through a pipe, about the program whose class has this address ("module:class"):
 
-    ("convert", folder of the model, vocabulary, folder, bits): None
+    ("convert", folder of the model, vocabulary, folder, form): None
     ("load", LoadRequest): (version, settings)
     ("write", list of TextRequest, batch): list of Answer
 

@@ -67,7 +67,7 @@ class Vllm(Program):
         return [name for name in (find_library("tcmalloc_minimal"), *map(str, intel)) if name]
 
     @staticmethod
-    def convert(weights: Weights, folder: Path, bits: int) -> None:
+    def convert(weights: Weights, folder: Path, form: str) -> None:
         weights.library_model().save_pretrained(folder)
 
     def __init__(self, request: LoadRequest) -> None:
