@@ -201,7 +201,8 @@ def test_all_processes_use_the_same_copy(cli, run, flags, tmp_path, monkeypatch)
         return [0.2 if bits == 5 + int(os.environ["RANK"]) else 0.9, 1.2]
 
     monkeypatch.setattr(selfDraft, "relative_times", relative_times)
-    children, logs = launch(cli, [*flags, "--draft", "self", "--compare", "fixed"], tmp_path / "two", 2)
+    words = "--draft", "self", "--draftBits", "auto", "--compare", "fixed"
+    children, logs = launch(cli, [*flags, *words], tmp_path / "two", 2)
     assert [wait(child) for child in children] == [0, 0], logs[0].read_text()
     record, *_ = lines_of(tmp_path / "two")
     assert record["flags"]["draftBits"] == "5" and "in 5 bits takes" in logs[0].read_text()
