@@ -34,8 +34,14 @@ REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
 RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
 UNAIDED = (  # the methods of other programs that need no draft model
     "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,"
-    "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,vllm:plain,vllm:lookup"
+    "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,"
+    "vllm:plain,vllm:lookup"
 )
+PLAIN = (
+    "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,generate:compiled,openvino:plain,openvino:int8,"
+    "ctranslate2,vllm:plain"
+)
+OWN_COPY = f"{REAL} --draft self --draftBits 6"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
@@ -43,16 +49,16 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "compare": ("--compare all --repeats 1 --sentences 5", 5),
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
     "benchmark-SmolLM2": (
-        f"--compare self,lookup,{UNAIDED} --steps {REAL} --draft self --draftBits 6 {COMPILED} --maxLen 128 "
-        "--sentences 5",
+        f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {COMPILED} --maxLen 128 --sentences 5",
+        5,
+    ),
+    "greedy-SmolLM2": (
+        f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {COMPILED} --maxLen 128 --sentences 5",
         5,
     ),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
-    "categories-SmolLM2": (
-        f"--compare lookup,block,self {REAL} --draft self --draftBits 6 {COMPILED} --prompts sample --maxLen 64",
-        5,
-    ),
-    "batch-copy": (f"{BATCHES} {REAL} --draft self --draftBits 6", 1),
+    "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
+    "batch-copy": (f"{BATCHES} {OWN_COPY}", 1),
     "batch-lookup": (f"{BATCHES} {REAL} --draft lookup", 1),
     "batch-bundled": ("--sweep batch --compile --maxLen 400 --sentences 16 --repeats 4", 1),
     "sweep": ("--sweep --temperature 0 0.5 0.85 1 --repeats 1 --sentences 6", 1),
