@@ -1,14 +1,19 @@
 """`play`: continue one prompt or answer the questions of a conversation on the terminal, round by round, and as a page
-that plays it back: one self-contained HTML file, made of the files in `page/`."""
+that plays it back: one self-contained HTML file, made of the files in `page/`. `converse`: a conversation on the
+terminal (`test.py --chat`), in which an answer is shown as it is decoded, then its speed."""
 
 from __future__ import annotations
 
 import html
+import itertools
 import json
+import math
 import os
+import sys
 import time
 from base64 import b64encode
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import TextIO
@@ -25,7 +30,6 @@ from inputs.files import replace_file
 from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
 from methods.samplers import Sampler
-from playback.chat import converse
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
 from utils import UserError
 
@@ -36,6 +40,12 @@ COLOURS = "green", "red strike", "bold bright_blue"
 MARKS, TAGS = (("[", "]"), ("~", "~"), ("", "")), ("u", "del", "b")
 KEPT = "\n\t\u200c\u200d"  # control characters of a page; some scripts and emoji need U+200C and U+200D
 Styled = tuple[str, str]  # text, and the style that rich gives it
+
+METHODS = {"/plain": "target", "/self": "speculative"}  # of a conversation
+HELP = "/plain answers without guesses, /self with guesses again, /new forgets the conversation, /quit ends it."
+ROOM = 4096  # slots of the KV cache, if the context has as many: while it stays the same, only new tokens are read
+UNREAD = 16  # tokens at the end of an answer that a model may not have read
+SAMPLE, SAMPLE_TOKENS = "Write a sentence about the sea.", 32  # an answer from which plain decoding's speed is known
 
 
 def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
@@ -48,12 +58,11 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     if inputs.settings.output.chat:
         return converse(inputs)
     settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
-    name, file, screen = settings.measuring.played or "", settings.output.html, None
+    name, file, show = settings.measuring.played or "", settings.output.html, settings.output.show
     sampler = build([name], dict(models), settings.decoding)[name]
-    if settings.output.show:
-        # A rule that depends on measured times would include the pauses.
-        pace = PACE if repeatable(name, settings.decoding) else 0
-        screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
+    # A rule that depends on measured times would include the pauses.
+    pace = PACE if show and repeatable(name, settings.decoding) else 0
+    screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace, quiet=not show)
     turns: list[Turn] = []
     try:
         play_turns(inputs, sampler, screen, turns)
@@ -70,7 +79,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: list[Turn]) -> None:
+def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen, turns: list[Turn]) -> None:
     """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
     `turns` when it begins."""
     settings, tokenizer, questions = inputs.settings, inputs.tokenizer, inputs.settings.texts.questions
@@ -84,10 +93,9 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: l
         else:
             prompt = inputs.rows[0]
             shown = tokenizer.decode(prompt)
-        trace, note = Trace(screen.round) if screen else Trace(), "not finished"
+        trace, note = Trace(screen.round), "not finished"
         turns.append(Turn(shown, trace.rounds))
-        if screen:
-            screen.begin(shown)
+        screen.begin(shown)
         try:
             (text,), _ = sampler(
                 [prompt],
@@ -100,8 +108,7 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen | None, turns: l
             )
             note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
         finally:
-            if screen:
-                screen.end(trace, note)
+            screen.end(trace, note)
         answers.append(tokenizer.decode(text, skip_special_tokens=True))
 
 
@@ -110,6 +117,7 @@ class Screen:
 
     The kinds of tokens have colours; where the terminal or its environment variables allow none, they have marks.
     ends: tokens that end a text, which are not shown. pace: tokens a second at most, on a terminal; 0: as they come.
+    quiet: nothing is shown.
     """
 
     def __init__(
@@ -118,8 +126,9 @@ class Screen:
         file: TextIO | None = None,
         ends: Collection[int] = (),
         pace: float = 0,
+        quiet: bool = False,
     ) -> None:
-        self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True)
+        self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True, quiet=quiet)
         self.colour = self.console.color_system is not None and not self.console.no_color
         self.pause = 1 / pace if pace and self.console.file.isatty() else 0.0  # seconds a token
         self.due = 0.0  # when the next round may be shown
@@ -210,3 +219,111 @@ def write_file(path: Path, content: str) -> None:
     except OSError as error:
         raise UserError(f"--html {path} cannot be written: {error.strerror or error}") from None
     print(visible(f"Written to {path}", ""))
+
+
+class Chat:
+    """Loaded models and a conversation: `questions`, and the `answers` to them."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, self.settings, self.tokenizer = inputs, inputs.settings, inputs.tokenizer
+        with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
+            models = inputs.load_first()
+        self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
+        # {method: the models that read its text}. A draft with another tokenizer reads other tokens.
+        readers = [models["target"]] if inputs.translation else list(models.values())
+        self.readers = {"target": [models["target"]], "speculative": readers}
+        self.generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
+        self.max_len = self.settings.sampling.max_len_of("show")
+        self.context = min(model.context for model in models.values())
+        self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.questions, self.answers = list[str](), list[str]()
+
+    def prompt(self) -> list[int]:
+        """The conversation in tokens. The oldest questions and answers are left out where the context is too short."""
+        while True:
+            tokens = encode_chat(self.questions, self.answers, self.tokenizer, self.settings.models.target)
+            if len(tokens) + self.max_len <= self.context or not self.answers:
+                return tokens
+            del self.questions[0], self.answers[0]
+
+    def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
+        """Decode an answer, until Ctrl-C at most."""
+        count, pieces, prompt = itertools.count(1), Pieces(self.tokenizer), self.prompt()
+
+        def show(round: Round) -> None:
+            for style, tokens in ("dim", round.accepted), ("", round.target):
+                self.write("".join(pieces.add(token) for token in tokens if token not in self.inputs.end_tokens), style)
+
+        trace = Trace(show) if shown else Trace()
+        with suppress(KeyboardInterrupt):
+            self.samplers[method](
+                [prompt],
+                max_len=max(min(ROOM, self.context) - len(prompt), max_len),
+                sampling=self.settings.sampling.of("show"),
+                end_of_text=lambda row, token: self.inputs.ends(row, token) or next(count) == max_len,
+                generator=self.generator,
+                callback=trace.callback,
+            )
+        for model in self.readers[method] if trace.rounds else ():
+            model.remembered = [*prompt, *trace.tokens[:-UNREAD]]
+        if shown:
+            self.write(pieces.rest())
+            self.console.print()
+        return trace
+
+    def write(self, text: str, style: str = "") -> None:
+        """Show a piece of an answer. Where no terminal shows it, an answer is one line."""
+        text = text if self.terminal else text.replace("\n", " ")
+        self.console.print(Text(visible(text), style), end="")
+
+    def lines(self, first: Sequence[str]) -> Iterator[str]:
+        """What the user writes, after the lines of --question."""
+        yield from first
+        if not self.terminal:
+            yield from (line.strip() for line in sys.stdin)
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401 - `input` then has a history and can be edited
+        while True:
+            try:
+                yield input("> ").strip()
+            except KeyboardInterrupt:
+                print()
+            except EOFError:
+                return
+
+
+def converse(inputs: Inputs) -> int:
+    """Answer each line that the user writes. Returns the exit code."""
+    conversation, method, plain = Chat(inputs), "speculative", 0.0
+    if conversation.terminal:
+        print(HELP)
+        conversation.questions = [SAMPLE]
+        for _ in range(2):  # The first time warms up.
+            plain = max(plain, conversation.decode("target", SAMPLE_TOKENS, shown=False).rate)
+        conversation.questions = []
+    for line in conversation.lines(inputs.settings.texts.questions):
+        if line == "/quit":
+            break
+        if line in METHODS:
+            method = METHODS[line]
+        elif line == "/new":
+            conversation.questions, conversation.answers = [], []
+        elif line.startswith("/"):
+            print(HELP)
+        elif line:
+            conversation.questions.append(line)
+            try:
+                trace = conversation.decode(method, conversation.max_len)
+            except UserError as error:  # The question is too long for the context.
+                conversation.questions.pop()
+                print(error, file=sys.stderr)
+                continue
+            conversation.answers.append(inputs.tokenizer.decode(trace.tokens, skip_special_tokens=True))
+            if method == "target":
+                plain = max(plain, trace.rate)  # The machine may have been busy before.
+            speed = trace.speed(plain if plain and method != "target" else math.nan)
+            if conversation.terminal and speed:
+                conversation.console.print(speed, style="dim", markup=False)
+    return 0

@@ -23,7 +23,7 @@ from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
 from methods.catalogue import METHODS, choose
-from playback import chat as chatting
+from playback import play as playing
 from playback.play import Screen
 from utils import UserError
 
@@ -390,7 +390,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(cli, flags, model_f
     monkeypatch.setattr(Model, "prefill", spied)
 
     def answers(room):
-        monkeypatch.setattr(chatting, "ROOM", room)
+        monkeypatch.setattr(playing, "ROOM", room)
         typed = ["a lamp?", "and now?", "", "/plain", "more", *["/new", "a lamp?"] * 2, "lamp " * 99, "/quit", "lost"]
         monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed)))
         read.clear()
