@@ -17,7 +17,6 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -95,7 +94,6 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     minutes = "at most this long for each stage, and for the texts"
     add("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
     add("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
-    add("--stage", type=whole(1, 2), default=1, help="start at this stage, from the weights in --out")
     add("--out", type=path, default=ROOT / "models")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
@@ -103,14 +101,8 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     args.out = Path(os.path.abspath(args.out))
-    for name in args.models:
-        *_, teacher, stages = MODELS[name]
-        if args.stage > len(stages):
-            raise UserError(f"bundled-{name} has no stage {args.stage}, the last is {len(stages)}")
-        if args.stage > 1:
-            find_model(args.out / f"bundled-{name}")
-        if teacher and teacher not in args.models:
-            find_model(args.out / f"bundled-{teacher}")
+    for teacher in {MODELS[name][2] for name in args.models} - {None, *args.models}:
+        find_model(args.out / f"bundled-{teacher}")
     args.device, args.questions = pick_device(args.device), []
     if any(recipe.acceptance for name in args.models for recipe in MODELS[name][-1]):
         args.passages = read_passages(args.texts)  # Now: the texts are written hours later.
@@ -148,15 +140,16 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
     """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
     (layers, width, learnt, stages), folder = MODELS[name], args.out / f"bundled-{name}"
     torch.manual_seed(args.seed)
-    load = partial(GPTNeoXForCausalLM.from_pretrained, dtype=torch.float32, local_files_only=True)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
     sizes |= {"intermediate_size": 4 * width, "max_position_embeddings": CONTEXT}
     config = GPTNeoXConfig(**sizes, vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0)
-    model = GPTNeoXForCausalLM(config) if args.stage == 1 else load(folder)
-    source = args.out / f"bundled-{learnt}"
-    teacher = CachedModel(load(source).eval().to(args.device), name=source.name) if learnt else None
+    model = GPTNeoXForCausalLM(config)
+    source, teacher = args.out / f"bundled-{learnt}", None
+    if learnt:
+        stored = GPTNeoXForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+        teacher = CachedModel(stored.eval().to(args.device), name=source.name)
     with tempfile.TemporaryDirectory(prefix=".texts", dir=args.out) as data:
-        for stage, recipe in list(enumerate(stages, 1))[args.stage - 1 :]:
+        for stage, recipe in enumerate(stages, 1):
             parts: list[Part] = []
             if recipe.acceptance and teacher:
                 about = {"folder": source, "data": Path(data), "written": min(WRITTEN, args.tokens or WRITTEN)}

@@ -37,7 +37,7 @@ from inputs.models import end_tokens, find_model, load_model, load_tokenizer, mo
 from inputs.texts import find_prompts, read_questions
 from scripts import headTexts
 from scripts.headTexts import Part, TextBatch
-from scripts.training import GAMMA, LAYERS, Pair, Recipe, Trainer, chain_loss
+from scripts.training import GAMMA, Pair, Recipe, Trainer, chain_loss
 from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
@@ -215,7 +215,8 @@ def head_trainer(
     if isinstance(network, TrainedHead):
         begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
     out.mkdir(parents=True, exist_ok=True)
-    held_out, recorded = texts_of(parts[0], output), {name: getattr(recipe, name) for name in RECORDED}
+    held_out = texts_of(parts[0], output)
+    about = {"recipe": {name: getattr(recipe, name) for name in RECORDED}, "tokens": output.tokens.tolist()}
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
@@ -240,11 +241,11 @@ def head_trainer(
         """The acceptance on text that is held out. The head is saved with it."""
         figures = headTexts.acceptance_on(network, output, held_out, autocast)
         if isinstance(network, HeadNetwork):
-            record = {"recipe": recorded, "seed": args.seed, "measured": [{"step": trainer.step} | figures]}
+            measured = [{"step": trainer.step} | figures]
+            record = {"recipe": about["recipe"], "seed": args.seed, "measured": measured}
             save_head(network, out, model_version(args.folder), record)
         return figures
 
-    about = {"recipe": recorded, "tokens": output.tokens.tolist()}
     return Trainer(recipe, network, out.name, loss, measure, out / "training.pt", about)
 
 
@@ -260,10 +261,7 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
     add("--steps", type=whole(1), help=of_steps)
     add("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
-    add("--kind", choices=["head", "medusa"], default="head", help="the kind of network (head)")
-    add("--layers", choices=list(LAYERS), default="three", help="of the target, for features (three)")
-    add("--unroll", type=whole(1, 8), default=GAMMA, help=f"steps of training-time test ({GAMMA})")
-    add("--featureLoss", action="store_true", help="also learn the target's last hidden states")
+    add("--variant", choices=list(VARIANTS), default="head", help="how and what to train (head)")
     add("--ablation", action="store_true", help="train each variant for that time, and compare them")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
@@ -274,8 +272,6 @@ def head_flags(argv: Sequence[str]) -> Namespace:
         raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
     args.questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
     args.passages = headTexts.read_passages(args.texts)
-    if args.kind == "medusa" and (args.layers != "three" or args.unroll != GAMMA or args.featureLoss):
-        raise UserError("--layers, --unroll and --featureLoss are for --kind head; leave them out")
     return args
 
 
@@ -293,17 +289,15 @@ def train_heads(argv: Sequence[str]) -> None:
         counts[[token for token in end_tokens(args.folder, tokenizer) if token < target.vocabulary]] = counts.sum() + 1
         cut = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
     output = headTexts.output_layer(target, cut)
-    changes = {"kind": args.kind, "layers": args.layers, "unroll": args.unroll, "feature_loss": args.featureLoss}
     end = {"tokens": args.steps * RECIPE.batch} if args.steps else {"seconds": 3600 * args.hours}
-    variants = {}
-    for name, changed in (VARIANTS if args.ablation else {args.kind: changes}).items():
+    variants: dict[str, Any] = {}
+    for name in VARIANTS if args.ablation else [args.variant]:
         out = args.out / name if args.ablation else args.out
-        recipe = replace(RECIPE, **end, **changed)
+        recipe = replace(RECIPE, **end, **VARIANTS[name])
         trainer = head_trainer(recipe, out, args, parts, target, output)
         trainer.train()
         parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
-        recorded = {name: getattr(recipe, name) for name in RECORDED}
-        variants[name] = {"recipe": recorded, "parameters": parameters, "history": trainer.history}
+        variants[name] = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
         positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])
         passing = f"{last['alpha']:.3f} of the tested guesses pass ({positions} by position)"
         rounds = f"at gamma {GAMMA} that is {last['tokens_per_round']:.2f} tokens a round"

@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Trainer:
     loss: Callable[[Trainer, int, int], Tensor]  # of the next step, on so many rows of so many tokens
     measure: Callable[[Trainer], dict[str, Any]] = lambda trainer: {}  # more figures for the log
     checkpoint: Path | None = None  # a file, written with each line of the log, from which `train` resumes
-    about: Mapping[str, Any] | None = None  # what a checkpoint must have in common with this training
+    about: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint must have in common with this training
 
     def __post_init__(self) -> None:
         self.weights = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
@@ -156,22 +156,6 @@ class Trainer:
 def at_a_time(device: torch.device) -> int:
     """How many distributions are computed at a time: on a CPU, those that its cache holds."""
     return 64 if device.type == "cpu" else 2048
-
-
-def in_parts(inputs: Tensor, loss_of: Callable[[Tensor, slice], Pair]) -> Tensor:
-    """A loss summed over the N places of `inputs[..., N, d]`, a few at a time, and its gradient.
-
-    loss_of(inputs of a few places `[..., n, d]`, their slice of N) -> (their loss, its gradient by these inputs).
-    """
-    gradient, total = torch.empty_like(inputs), inputs.new_zeros((), dtype=torch.float32)
-    count = at_a_time(inputs.device)
-    with torch.no_grad():
-        for at in range(0, inputs.shape[-2], count):
-            part = slice(at, at + count)
-            loss, gradient[..., part, :] = loss_of(inputs[..., part, :], part)
-            total += loss
-    differentiable = (inputs * gradient).sum()  # Only its gradient counts.
-    return total + (differentiable - differentiable.detach())
 
 
 def rejection(logits: Tensor, plain: Tensor, drawn: Tensor) -> Pair:
@@ -254,16 +238,16 @@ def chain_loss(
     loss, which is `cross_entropy`, or in the end `rejection`.
     """
     are_logits = hidden.shape[-1] != last.shape[-1]
-
-    def of_part(states: Tensor, part: slice) -> Pair:
-        plain, drawn = distributions(output_logits(output, last[part]), sums[part])
-        total, gradients = states.new_zeros((), dtype=torch.float32), []
-        for x, weight in zip(states, weights[:, part, None]):
-            logits = x.float() if are_logits else output_logits(output, x)
-            loss, gradient = rejection(logits, plain, drawn) if finishing else cross_entropy(logits, plain)
-            total += (loss * weight).sum()
-            by_logits = gradient * weight
-            gradients.append(by_logits if are_logits else by_logits.to(output.weight.dtype) @ output.weight)
-        return total, torch.stack(gradients)
-
-    return in_parts(hidden, of_part)
+    gradient, total = torch.empty_like(hidden), hidden.new_zeros((), dtype=torch.float32)
+    with torch.no_grad():
+        for first in range(0, hidden.shape[1], at_a_time(hidden.device)):
+            at = slice(first, first + at_a_time(hidden.device))
+            plain, drawn = distributions(output_logits(output, last[at]), sums[at])
+            for step, weight in enumerate(weights[:, at, None]):
+                logits = hidden[step, at].float() if are_logits else output_logits(output, hidden[step, at])
+                loss, by_logits = rejection(logits, plain, drawn) if finishing else cross_entropy(logits, plain)
+                total += (loss * weight).sum()
+                by_logits = by_logits * weight
+                gradient[step, at] = by_logits if are_logits else by_logits.to(output.weight.dtype) @ output.weight
+    differentiable = (hidden * gradient).sum()  # Only its gradient counts.
+    return total + (differentiable - differentiable.detach())
