@@ -63,11 +63,12 @@ def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]
     return names
 
 
-def write_figure(figure: Figure, path: Path, about: str) -> None:
-    """Write a figure as a file, in a folder that is created if it is missing. about: a line under it."""
+def write_figure(figure: Figure, path: Path, about: str, texts: Mapping[str, str] | None = None) -> None:
+    """Write a figure as a PNG file, in a folder that is created if it is missing. about: a line under it. texts: fields
+    of the file."""
     path.parent.mkdir(exist_ok=True)
     figure.supxlabel(visible(about), x=0.01, ha="left", fontsize=7, color=GREY, parse_math=False)
-    figure.savefig(path)
+    figure.savefig(path, metadata=texts, pil_kwargs={"optimize": True})
     plt.close(figure)
 
 

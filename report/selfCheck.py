@@ -46,43 +46,35 @@ def self_check(device: str | None) -> int:
     flags = f"--lossless {CHECKED} --temperature 0 --dtype float32 {BUNDLED} --maxLen {LENGTH}".split()
     inputs = load_inputs(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
     console, device = Console(width=100, highlight=False, markup=False), inputs.device
-    for sentences in about_device(device), about_memory(device), about_speed(device):
-        for sentence in sentences:
-            console.print(sentence)
+    for sentence in about(device):
+        console.print(sentence)
     table, faults = check_methods(inputs)
     console.print(table, *faults or ["Every method writes plain decoding's greedy text."], sep="\n")
     return int(bool(faults))
 
 
-def about_device(device: str) -> Iterator[str]:
-    """The device, its driver, and the versions."""
-    about = machine(device)
-    yield f"{about['processor']} ({device}), {about['threads']} threads, {about['system']}"
-    torch_build = f"torch {about['torch']} (CUDA {about['cuda']})"
-    yield f"Python {about['python']}, {torch_build}, transformers {about['transformers']}"
-    if device.startswith("cuda"):
+def about(device: str) -> Iterator[str]:
+    """The device, its driver and the versions; whether Pythia's pair fits, as it is timed and as its perplexity is
+    measured; how fast memory is read, and how fast a forward of one token reads its weights."""
+    versions, on_gpu, dtype = machine(device), device.startswith("cuda"), pick_dtype(device)
+    yield f"{versions['processor']} ({device}), {versions['threads']} threads, {versions['system']}"
+    torch_build = f"torch {versions['torch']} (CUDA {versions['cuda']})"
+    yield f"Python {versions['python']}, {torch_build}, transformers {versions['transformers']}"
+    if on_gpu:
         yield "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
         if shutil.which("nvidia-smi"):
             figures = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
             command = ["nvidia-smi", figures, "--format=csv"]
             yield subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def about_memory(device: str) -> Iterator[str]:
-    """Whether Pythia's pair fits, as it is timed and as its perplexity is measured."""
-    dtype, free = pick_dtype(device), available_memory(device)
+    free = available_memory(device)
     yield f"Free memory: {gigabytes(free)}. Weights are in {dtype} by default."
     for use, name in ("speed", dtype), ("perplexity", "float32"):
         needed = sum(map(weight_count, PAIR)) * DTYPES[name].itemsize + working_bytes(config_of(PAIR[1]), tokens=1024)
         fits = "which fits" if needed <= free else "which does not fit"
-        if needed > free and use == "perplexity" and device.startswith("cuda"):
+        if needed > free and use == "perplexity" and on_gpu:
             fits = f"of which {gigabytes(needed - free)} stay in the CPU's memory"
         yield f"{use.capitalize()} of {PAIR[1]} with {PAIR[0]} needs {gigabytes(needed)} in {name}, {fits}."
-
-
-def about_speed(device: str) -> Iterator[str]:
-    """How fast memory is read, and how fast a forward of one token reads its weights."""
-    dtype, shape = pick_dtype(device), "pythia-1.4b" if device.startswith("cuda") else "pythia-160m"
+    shape = "pythia-1.4b" if on_gpu else "pythia-160m"
     model = CachedModel(random_model(shape, DTYPES[dtype]).to(device), name=f"random:{shape}")
     for engine in "eager", "compiled":
         lines = forward_lines({"target": model}, lambda steps: times(steps, 0, device), widths=[1])

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from textwrap import wrap
@@ -17,21 +16,20 @@ import torch
 from PIL import Image, ImageDraw
 from PIL.ImageFont import load_default as font
 
-from engine.compiling import compiled
-from experiments.runRecord import model_record, origin
+from experiments.prepare import load_inputs
+from experiments.runRecord import run_record
+from experiments.settings import parse
 from experiments.speed import quiet
 from inputs.commandLine import as_command, visible
-from inputs.devices import pick_dtype
 from inputs.files import ROOT, replace_file
-from inputs.models import find_model, load_model, load_tokenizer, model_version
-from methods.drafters import ModelDrafter
-from methods.selfDraft import copies_of
+from methods.catalogue import build
 from playback.trace import Trace, decoded_rounds
-from regrSampling import regrSampling
-from specSampling import specSampling
+from scripts.keepRecord import without_places
 from utils import GREEDY
 
-TARGET, BITS, GAMMA = "SmolLM2-135M-Instruct", 6, 5
+FLAGS = (
+    "--target SmolLM2-135M-Instruct --draft self --draftBits 6 --compare fixed --compile --temperature 0 --device cpu"
+)
 PROMPT, TOKENS, REPEATS = "Photosynthesis is the process by which", 169, 9
 SIZE, TOP, LINE, COLUMNS, ROWS = (860, 432), 118, 16, 60, 16  # pixels; characters of a line, lines of a text
 STEP, BEFORE, AFTER = 40, 900, 4500  # milliseconds of a frame, of the prompt alone, and of the whole texts
@@ -95,27 +93,22 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
 
 def decode_rounds() -> None:
     """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
-    tokenizer, dtype = load_tokenizer(TARGET), pick_dtype("cpu")
-    target = load_model(TARGET, tokenizer, dtype, "cpu")
-    copy = copies_of(target, [BITS]).of(BITS, target)
-    version = model_version(find_model(TARGET))
-    models = {"target": model_record(TARGET, version, target), "draft": model_record(copy.name, version, copy)}
-    target = compiled(target)
-    prompts, drafter = [tokenizer(PROMPT)["input_ids"]], ModelDrafter(compiled(copy, target))
+    inputs = load_inputs(parse([*FLAGS.split(), "--prompt", PROMPT]))
+    models = inputs.load_first()
+    samplers = build(["target", "fixed"], dict(models), inputs.settings.decoding)
     runs: dict[str, list[Any]] = {"plain": [], "speculative": []}
-    for name in [*runs] * (1 + REPEATS):  # The first time warms up.
-        trace, decode = Trace(), partial(regrSampling, prompts, target, sampling=GREEDY)
-        if name == "speculative":
-            decode = partial(
-                specSampling, prompts, target, drafter, gamma=GAMMA, sampling=GREEDY, observer=trace.observer
+    for name, sampler in [*zip(runs, samplers.values())] * (1 + REPEATS):  # The first time warms up.
+        trace, seeded = Trace(), torch.Generator().manual_seed(0)
+        options: dict[str, Any] = {"observer": trace.observer} if name == "speculative" else {}
+        with quiet(inputs.device):
+            _, (timed,) = sampler(
+                inputs.rows, max_len=TOKENS, sampling=GREEDY, generator=seeded, callback=trace.callback, **options
             )
-        with quiet("cpu"):
-            _, (timed,) = decode(max_len=TOKENS, generator=torch.Generator().manual_seed(0), callback=trace.callback)
-        runs[name].append({"rounds": decoded_rounds(trace.rounds, tokenizer), "seconds": timed.times})
+        runs[name].append({"rounds": decoded_rounds(trace.rounds, inputs.tokenizer), "seconds": timed.times})
     texts = {name: sorted(of[1:], key=lambda run: run["seconds"][-1])[REPEATS // 2] for name, of in runs.items()}
-    about = {"program": "-m scripts.drawRounds", **origin([], {"gamma": GAMMA}, "cpu", models)}
-    text = json.dumps(about | {"dtype": dtype, "prompt": PROMPT, "texts": texts}, ensure_ascii=False)
-    replace_file(ROOT / "docs/records/rounds.json", text + "\n")
+    record = without_places(run_record(inputs, models, [])) | {"program": "-m scripts.drawRounds"}
+    record |= {"dtype": inputs.dtype, "prompt": PROMPT, "texts": texts}
+    replace_file(ROOT / "docs/records/rounds.json", json.dumps(record, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

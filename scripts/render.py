@@ -20,19 +20,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
-from report.figures import (
-    draw_batches,
-    draw_categories,
-    draw_lossless,
-    draw_speed,
-    draw_sweep,
-    draw_trainings,
-    write_figure,
-)
+from report import figures
 from report.runTables import measured_on
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
 from scripts.costFrontier import draw_cost
@@ -46,12 +37,12 @@ BLOCK = re.compile(
 )
 FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of a record of one file
-    "sweep": draw_sweep,
-    "lossless": draw_lossless,
-    **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), draw_batches),
-    **dict.fromkeys(CATEGORIES, draw_categories),
-    **dict.fromkeys(BENCHMARKS, draw_speed),
-    **dict.fromkeys(TRAININGS, draw_trainings),
+    "sweep": figures.draw_sweep,
+    "lossless": figures.draw_lossless,
+    **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), figures.draw_batches),
+    **dict.fromkeys(CATEGORIES, figures.draw_categories),
+    **dict.fromkeys(BENCHMARKS, figures.draw_speed),
+    **dict.fromkeys(TRAININGS, figures.draw_trainings),
     **{f"cost-{target}": draw_cost for target in COSTED},
 }
 PICTURES = {f"figures/{name}.png": name for name in FIGURES} | {"figures/rounds.gif": "rounds"}
@@ -111,19 +102,6 @@ def picture_fault(picture: str, records: Records) -> str:
         return f"has no record: {error}"
 
 
-def draw_picture(picture: str, records: Records) -> None:
-    """Draw a picture of its record, whose digest is kept in the file."""
-    path, (record, lines), digest = records.root / picture, records[PICTURES[picture]], digest_of(picture, records)
-    if path.suffix == ".gif":
-        return draw_rounds(record, path, digest)
-    write_figure(FIGURES[PICTURES[picture]](lines or record), path, measured_on(record, lines))
-    info = PngInfo()
-    info.add_text(DIGEST, digest)
-    with Image.open(path) as image:
-        image.load()
-        image.save(path, pnginfo=info, optimize=True)
-
-
 def render(root: Path, check: bool) -> int:
     """Render the documentation in `root`, or list its faults; the exit code. Raises UserError if it cannot be rendered;
     then no text is changed."""
@@ -148,7 +126,13 @@ def render(root: Path, check: bool) -> int:
     for path, text in changed.items():
         replace_file(path, text)
     for picture in pictures:
-        draw_picture(picture, records)
+        name, digest = PICTURES[picture], digest_of(picture, records)
+        record, lines = records[name]
+        if picture.endswith(".gif"):
+            draw_rounds(record, root / picture, digest)
+        else:
+            figure = FIGURES[name](lines or record)
+            figures.write_figure(figure, root / picture, measured_on(record, lines), {DIGEST: digest})
     written = [*(str(path.relative_to(root)) for path in changed), *pictures]
     print(*[f"Written: {name}" for name in written] or ["Nothing has changed."], sep="\n")
     return 0

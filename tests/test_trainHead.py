@@ -324,7 +324,6 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
         ("T --texts nowhere", "no such path exists"),
         ("T --texts SHORT", "passages"),
         ("T --prompts sample", "reserved for measuring"),
-        ("T --kind medusa --unroll 1", "--kind head"),
         ("T --steps 0", "--steps"),
         ("nowhere --steps 1", "there is no model"),
         ("T --draftVocab 301 --steps 1", "exceeds the vocabulary of 300"),
