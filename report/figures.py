@@ -10,18 +10,9 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from experiments import schema
 from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
-from experiments.schema import (
-    BatchCostsLine,
-    CostsLine,
-    EngineLine,
-    Line,
-    LosslessLine,
-    PowerLine,
-    RunLine,
-    SpeedLine,
-    of_kind,
-)
+from experiments.schema import CostsLine, Line, LosslessLine, RunLine, SpeedLine, of_kind
 from experiments.theory import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
@@ -31,7 +22,7 @@ from report.tables import median, name_of
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.colors import LogNorm, Normalize  # noqa: E402
+from matplotlib.colors import LogNorm  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 plt.rcParams.update({
@@ -40,7 +31,7 @@ plt.rcParams.update({
 })  # fmt: skip
 
 BLUE, RED, GREY, DARK, BROWN = "#bfd3f2", "#c0392b", "#777777", "#2c3e50", "#e5d3b3"
-THEORIES = (  # key of `sweep.predict`, style of the line, label
+THEORIES = (  # key of `theory.predict`, style of the line, label
     ("theory", "-", "theory, of what was accepted and measured costs"),
     ("paper", ":", "theorem 3.8: i.i.d. guesses, scoring at the cost of one token"),
 )
@@ -52,14 +43,14 @@ def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]
     needed = {
         draw_speed: [line for line in timed if line["mode"] == "compare"],
         draw_sweep: of_kind(lines, CostsLine),
-        draw_batches: of_kind(lines, BatchCostsLine),
+        draw_batches: of_kind(lines, schema.BatchCostsLine),
         draw_categories: categories(timed),
         draw_lossless: of_kind(lines, LosslessLine),
     }
-    drawers = [drawer for drawer, of_run in needed.items() if of_run]
-    names = [f"figures/{drawer.__name__.removeprefix('draw_')}-{run['run']}.png" for drawer in drawers]
-    for name, drawer in zip(names, drawers):
-        write_figure(drawer(lines), folder / name, measured_on(run, lines))
+    names = []
+    for drawer in (drawer for drawer, of_run in needed.items() if of_run):
+        names.append(f"figures/{drawer.__name__.removeprefix('draw_')}-{run['run']}.png")
+        write_figure(drawer(lines), folder / names[-1], measured_on(run, lines))
     return names
 
 
@@ -84,7 +75,7 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
     speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
     rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
-    engines = {line["method"]: line for line in of_kind(lines, EngineLine)}
+    engines = {line["method"]: line for line in of_kind(lines, schema.EngineLine)}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)))
     longest = max(np.nanmax(row["throughput"]) for row in rows)
     for y, row in enumerate(rows):
@@ -152,14 +143,12 @@ def draw_heat_map(
     for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
-    # No speed-up is below 0, so where they go far beyond 2, half the speed lies opposite twice the speed.
-    low, high = (1 / (1 + reach) if reach > 1 else 1 - reach), 1 + reach
-    norm = (LogNorm if reach > 1 else Normalize)(low, high)
+    low, high = 1 / (1 + reach), 1 + reach  # Half the speed lies opposite twice the speed.
     axes.spines[:].set_visible(True)
-    image = axes.imshow(ratios, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
+    image = axes.imshow(ratios, cmap="RdBu", norm=LogNorm(low, high), aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
         if ratio == ratio:
-            colour = "white" if abs(ratio - 1) > 0.6 * reach else "black"
+            colour = "white" if abs(np.log(ratio)) > 0.6 * np.log(high) else "black"
             weight = "bold" if ratio == np.nanmax(ratios[y]) else "normal"
             axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour, weight=weight)
     axes.set(xlabel="gamma", ylabel=label)
@@ -216,7 +205,7 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
 
 def draw_lossless(lines: Sequence[Line]) -> Figure:
     """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes."""
-    sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, PowerLine)
+    sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, schema.PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
@@ -248,32 +237,35 @@ def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
     return image
 
 
+def name_points(axes: Axes, points: Mapping[str, tuple[float, float, Any]], x: float) -> None:
+    """Write the names of points {name: (x, y, colour)} below each other at one x, with lines to the points."""
+    low, high = axes.get_ylim()
+    below = np.inf
+    for name, (*point, colour) in sorted(points.items(), key=lambda item: -item[1][1]):
+        below = min(point[1], below - 0.05 * (high - low))  # No name covers another.
+        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
+        axes.annotate(name, point, (x, below), va="center", fontsize=8, color=colour, arrowprops=line)
+
+
 def draw_trainings(record: Mapping[str, Any]) -> Figure:
     """Draw the acceptance on held-out text over the minutes of training: of a head by position, of variants one line
     each, with its name at its end."""
     figure, axes = plt.subplots(figsize=(8, 4.4))
-    lines = {name: [(m["seconds"], m["alpha"]) for m in v["history"]] for name, v in record["variants"].items()}
+    histories = {name: variant["history"] for name, variant in record["variants"].items()}
+    lines = {name: [(m["seconds"], m["alpha"]) for m in history] for name, history in histories.items()}
     if len(lines) == 1:
-        ((name, history),) = ((name, v["history"]) for name, v in record["variants"].items())
-        lines = {"all tested guesses": lines[name]} | {
-            f"guess {i + 1}": [(m["seconds"], m["acceptance"][i]) for m in history]
-            for i in range(len(history[0]["acceptance"]))
-        }
-    ends, below = {}, np.inf
+        ((name, history),) = histories.items()
+        lines = {"all tested guesses": lines[name]}
+        for i in range(len(history[0]["acceptance"])):
+            lines[f"guess {i + 1}"] = [(m["seconds"], m["acceptance"][i]) for m in history]
+    ends = {}
     for number, (name, points) in enumerate(lines.items()):
-        seconds, shares = zip(*points)
+        minutes, shares = [seconds / 60 for seconds, _ in points], [share for _, share in points]
         colour = DARK if number == 0 else plt.cm.tab10(number)
-        minutes = [second / 60 for second in seconds]
         axes.plot(minutes, shares, label=name, color=colour, linewidth=1.2 if number else 2.2)
-        ends[name] = minutes[-1], shares[-1], colour
-    low, high = axes.get_ylim()
+        ends[f"{name}  {shares[-1]:.3f}"] = minutes[-1], shares[-1], colour
     last = max(minutes for minutes, _, _ in ends.values())
-    for name, (minutes, share, colour) in sorted(ends.items(), key=lambda end: -end[1][1]):
-        below = min(share, below - 0.05 * (high - low))  # No name covers another.
-        axes.annotate(
-            f"{name}  {share:.3f}", (minutes, share), (1.04 * last, below), va="center", fontsize=8, color=colour,
-            arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.5},
-        )  # fmt: skip
+    name_points(axes, ends, 1.04 * last)
     axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass", xlim=(0, 1.3 * last))
     axes.set_title(f"{record['models']['target']['name']}, text that is held out")
     return figure

@@ -23,13 +23,13 @@ from benchmark.others import CHECKED_BATCH, GREEDY_TOKENS, drawn_texts, method_o
 from benchmark.peers import OtherMethod, PeerError
 from experiments.loading import Inputs, LoadedModels
 from experiments.prepare import load_inputs
-from experiments.runRecord import code_version, model_record, origin
+from experiments.runRecord import code_version, run_record
 from experiments.settings import parse
 from experiments.speed import Written
 from inputs.commandLine import as_command, script_parser, text, whole
 from inputs.devices import available_memory
 from inputs.files import ROOT, replace_file
-from inputs.models import model_version, read_json
+from inputs.models import read_json
 from inputs.texts import write_texts
 from lossless.audit import Auditor
 from lossless.evidence import limit_of
@@ -39,7 +39,7 @@ from methods.programs.program import FOLDER
 from methods.samplers import Models
 from report.losslessReport import POWER_COLUMNS
 from report.tables import Table, markdown, name_of, table_of
-from scripts.keepRecord import Records, source
+from scripts.keepRecord import Records, source, without_places
 from utils import GREEDY, Sampling
 
 FILE, TEXTS = ROOT / "docs/records/engines.json", FOLDER / "texts"
@@ -117,12 +117,9 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN}"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
-    versions = {
-        role: model_record(path.name, model_version(path), models[role]) for role, path in inputs.folders.items()
-    }
+    about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
 
     def keep() -> None:
-        about = origin([], {"tokens": tokens}, "cpu", versions) | {"command": "make audit", "dtype": "float32"}
         replace_file(FILE, json.dumps(record | about) + "\n")
 
     if mistakes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, product, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
 from methods.catalogue import build
-from report.figures import DARK, GREY, RED, Figure, plt
+from report.figures import DARK, GREY, RED, Figure, name_points, plt
 from report.tables import Table, markdown, span
 from scripts.keepRecord import source
 from utils import Sampling
@@ -157,8 +157,8 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
         of_texts = rounds_along(watched, prompts, end_of_text=inputs.ends, generator=seeds, **options)
         for question, rounds in zip(questions, of_texts):
             reach = [[row[0], round(sum(row[2::2]), 3)] for row in by_position(rounds)]
-            counts = {"rounds": len(rounds), "accepted": sum(accepted for *_, accepted in rounds)}
-            texts.append({"line": question.line, "category": question.category, "reach": reach, **counts})
+            about = {"line": question.line, "category": question.category}
+            texts.append(about | {"reach": reach, "rounds": len(rounds)})
     a_guess = sizes.get("draft", 0.0)
     if name == "cascade":  # The draft's guesses and the mid model's forward, for each inner round of a row.
         inner_rounds = sum(inner) / sum(text["rounds"] for text in texts)
@@ -191,13 +191,10 @@ def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def cost_tables(target: str, records: Any) -> str:
     """The tables of the record of a target: bytes for a token by temperature, and by category of prompt."""
-    (record, _), rows = records[f"cost-{target}"], {}
-    for row in record["rows"]:
-        rows[row["way"], row["temperature"]] = row
-    drawn, shown = (
-        sorted({temperature for _, temperature in rows}),
-        [way for way in OWN[target] if (way, SHOWN) in rows],
-    )
+    record, _ = records[f"cost-{target}"]
+    rows = {(row["way"], row["temperature"]): row for row in record["rows"]}
+    drawn = sorted({temperature for _, temperature in rows})
+    shown = [way for way in OWN[target] if (way, SHOWN) in rows]
     kinds = list(dict.fromkeys(text["category"] for text in record["rows"][0]["texts"]))
     costs = [f"T {temperature:g}" for temperature in drawn]
     heads = ["", "a guess reads", *costs, "gamma", "tokens/round", "1st guess", "2 guesses", "bound of 2"]
@@ -225,31 +222,20 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
         axes.plot([0, end], [0, end / cost], color="#dddddd", linewidth=1, zorder=0)
         axes.text(0.97 * end, 0.97 * end / cost, f"{cost:g}", color=GREY, fontsize=8, backgroundcolor="white", zorder=0)
     frontier: list[tuple[float, float]] = []
-    best, boxes = 0.0, [(x["bytes"] - 0.01 * right, x["tokens"], 0.02 * right) for x in points.values()]
+    named: dict[str, tuple[float, float, str]] = {}
     for name, point in sorted(points.items(), key=lambda item: (item[1]["bytes"], -item[1]["tokens"])):
         x, y = at = point["bytes"], point["tokens"]
-        if y > best:
-            best, frontier = y, [*frontier, at]
+        if not frontier or y > frontier[-1][1]:
+            frontier.append(at)
         colour = next((colour for kind, colour in COLOURS.items() if name.startswith(kind)), DARK)
         axes.plot(x, y, "o", color=colour, markersize=6)
-        label = f"{name} ({point['gamma']})"
-        width = 0.0075 * right * len(label)
-        sides = (0.0, x + 0.012 * right), (0.02, x - 0.012 * right - width)
-        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.18, 0.18, 25)))
-        for _, up, left in nearest:  # The nearest place where it covers no point and no other label.
-            box = left, y + up * top, width
-            covers = [abs(b - box[1]) < 0.032 * top and a < left + width and left < a + w for a, b, w in boxes]
-            if left > LEFT and box[1] > 0.03 * top and not any(covers):
-                break
-        boxes.append(box)
-        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
-        axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line)
+        named[f"{name} ({point['gamma']})"] = x, y, colour
     axes.plot(*zip(*frontier), color=RED, linewidth=1.4, zorder=1)
-    axes.set(xlim=(LEFT, right), ylim=(0, top), ylabel="tokens of a round")
+    axes.set(xlim=(LEFT, 1.45 * right), ylim=(0, top), ylabel="tokens of a round")
+    name_points(axes, named, 1.05 * right)
     axes.set_xlabel("bytes read in a round, in units of a forward of the target")
-    title = (
-        f"{next(iter(record['models']))}, temperature {SHOWN}, top-p {record['top_p']}; gamma, or depth, in brackets"
-    )
+    target = next(iter(record["models"]))
+    title = f"{target}, temperature {SHOWN}, top-p {record['top_p']}; gamma, or depth, in brackets"
     axes.set_title(f"{title}\ngrey: equal bytes for a token, in forwards of the target; red: the frontier")
     return figure
 
