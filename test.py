@@ -35,20 +35,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0; 1 if a test fails; 2 for an error of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
     said = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
-    return together(lambda work: as_command("test.py", work, *said), lambda processes: execute(words, processes))
 
+    def execute(processes: Processes) -> int:
+        settings = parse(words)
+        if settings.measuring.check:
+            return self_check(settings.models.device)
+        if settings.measuring.rerun:
+            return repeat(settings.measuring.rerun, Results(settings.output.folder), words, processes)
+        inputs = load_inputs(settings, processes)
+        if settings.measuring.played:
+            return play(inputs, words)
+        return losslessReport.exit_code(measure_and_write(inputs, words)[1])
 
-def execute(argv: Sequence[str], processes: Processes) -> int:
-    """Read the flags, then repeat an earlier run, play a text, or measure. Returns the exit code."""
-    settings = parse(argv)
-    if settings.measuring.check:
-        return self_check(settings.models.device)
-    if settings.measuring.rerun:
-        return repeat(settings.measuring.rerun, Results(settings.output.folder), argv, processes)
-    inputs = load_inputs(settings, processes)
-    if settings.measuring.played:
-        return play(inputs, argv)
-    return losslessReport.exit_code(measure_and_write(inputs, argv)[1])
+    return together(lambda work: as_command("test.py", work, *said), execute)
 
 
 def repeat(name: str, store: Results, argv: Sequence[str], processes: Processes) -> int:

@@ -23,7 +23,7 @@ from pathlib import Path
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.schema import EndLine, Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.schema import Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
@@ -32,9 +32,9 @@ from inputs.models import find_model
 from inputs.texts import find_texts
 from report import sources
 from report.losslessReport import exit_code
-from report.results import Results, heading, pieces_of_run
+from report.results import heading, pieces_of_run
 from report.tables import Cell, Measured, Table, markdown, span
-from scripts.keepRecord import command_without_places, differing, source, without_places
+from scripts.keepRecord import command_without_places, differing, finished_runs, source, without_places
 
 DRAFT, MID, TARGET = downloadModel.PYTHIA
 DATA = ["wikitext", "pg19"]
@@ -115,10 +115,9 @@ def test_py(words: Sequence[str]) -> int:
     return subprocess.run([sys.executable, str(ROOT / "test.py"), *words], stdout=subprocess.DEVNULL).returncode
 
 
-def finished_runs(plan: Namespace) -> list[tuple[str, Run | None]]:
+def runs_of_steps(plan: Namespace) -> list[tuple[str, Run | None]]:
     """(title, the newest finished run by its command, or None) of each step."""
-    finished = [run for run in Results(plan.out).runs() if of_kind(run[1], EndLine)]
-    by_command = {command_without_places(shlex.split(run[0]["command"])): run for run in finished}
+    by_command = dict(finished_runs(plan.out))
     return [(title, by_command.get(command_without_places(command))) for title, command in plan.steps]
 
 
@@ -129,7 +128,7 @@ def make_report(argv: Sequence[str] | None) -> int:
     data = [name for name in plan.data if name in DATA]
     codes = [downloadModel.main(models)] if models else []
     codes += [downloadData.main([*data, "--books", str(plan.books)])] if data else []
-    runs = finished_runs(plan)
+    runs = runs_of_steps(plan)
     if 130 in codes:
         raise KeyboardInterrupt
     for number, (title, command) in enumerate(plan.steps):
@@ -141,7 +140,7 @@ def make_report(argv: Sequence[str] | None) -> int:
         begin = time.monotonic()
         if (code := test_py([*command, "--out", str(plan.out)])) == 130:
             raise KeyboardInterrupt
-        runs = finished_runs(plan)
+        runs = runs_of_steps(plan)
         how = "done" if runs[number][1] else f"FAILED (exit code {code})"
         print(f"{place}: {how}, {time.monotonic() - begin:.0f} s", flush=True)
         replace_file(plan.out / PAGE, page(runs))

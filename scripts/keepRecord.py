@@ -15,6 +15,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -86,10 +87,8 @@ class Records:
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root, root / "docs" / "records"
         self.files = {file.stem: read_json(file) for file in sorted(self.folder.glob("*.json"))}
-        index, runs = (
-            self.files.pop("index", {}),
-            {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()},
-        )
+        runs = {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
+        index = self.files.pop("index", {})
         self.runs: dict[str, Run] = {name: runs[run] for name, run in index.items() if run in runs}
 
     def __getitem__(self, name: str) -> tuple[Any, list[Line]]:
@@ -126,9 +125,8 @@ def differing(runs: Iterable[RunLine]) -> list[str]:
     """In what runs differ that should be one experiment. A run whose code was not recorded is like no other."""
     runs = list(runs)
     versions = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
-    of_all: dict[str, list[Any]] = {"machine": [run["machine"] for run in runs]}
-    of_all["code"] = [run.get("code") or run["run"] for run in runs]
-    differ = [what for what, values in of_all.items() if any(value != values[0] for value in values)]
+    values = {"machine": [run["machine"] for run in runs], "code": [run.get("code") or run["run"] for run in runs]}
+    differ = [what for what, of_runs in values.items() if of_runs != of_runs[:1] * len(runs)]
     return differ + ["weights"] * (len(versions) > len(dict(versions)))  # two versions of one name
 
 
@@ -152,21 +150,26 @@ def last_name(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
+def finished_runs(folder: Path) -> list[tuple[str, Run]]:
+    """(command line without places, run) of each finished run in a folder's results.jsonl, oldest first."""
+    finished = [run for run in Results(folder).runs() if of_kind(run[1], EndLine)]
+    return [(command_without_places(shlex.split(run[0]["command"])), run) for run in finished]
+
+
 def of_processes(runs: Sequence[Run]) -> Run:
     """One record of several runs of one command: all their timed texts with the number of the process, and what else
     the first one measured. Raises UserError if they are of several machines or weights, or a figure cannot be right."""
-    heads, (run, lines) = [run for run, _ in runs], runs[0]
-    if differ := differing(heads):
-        names = ", ".join(head["run"] for head in heads)
+    run, lines = runs[0]
+    if differ := differing(head for head, _ in runs):
+        names = ", ".join(head["run"] for head, _ in runs)
         raise UserError(f"runs {names} differ in {' and '.join(differ)}: measure them anew in another folder (--from)")
-    same = {"run": run["run"]}
-    numbered = [
-        line | same | {"process": i} for i, (_, body) in enumerate(runs) for line in body if line["kind"] in TIMED
-    ]
-    timed = cast(list[Line], numbered if len(runs) > 1 else [line for line in lines if line["kind"] in TIMED])
-    groups: dict[Any, list[Any]] = {}
+    timed: list[Any] = []
+    for number, (_, body) in enumerate(runs):
+        process = {"run": run["run"], "process": number} if len(runs) > 1 else {}
+        timed += [cast(dict[str, Any], line) | process for line in body if line["kind"] in TIMED]
+    groups = defaultdict[Any, list[Any]](list)
     for line in of_kind(timed, SpeedLine):
-        groups.setdefault(tuple(line[key] for key in ("mode", "promptLen", "temperature")), []).append(line)
+        groups[line["mode"], line["promptLen"], line["temperature"]].append(line)
     for row in chain.from_iterable(map(summarize, groups.values())):
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
             fast = f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding"
@@ -179,20 +182,16 @@ def measure(name: str, folder: Path) -> Run:
     """The record `name`, of runs in `folder`: those that are missing are measured. Raises UserError if one fails."""
     flags, processes = MEASURED[name]
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
-    while len(runs := runs_of(flags, folder)) < processes:
+    while True:
+        finished = [run for command, run in finished_runs(folder) if command == flags]
+        runs = [run for run in finished if run[0].get("code") == code_version()]
+        if len(runs) >= processes:
+            return of_processes(runs[-processes:])
         if len(runs) == before:
             raise UserError(f"the command of {name} failed: {shlex.join(command)}")
         print(f"{name}, run {len(runs) + 1} of {processes}: {shlex.join(command)}", flush=True)
         before = len(runs)
         subprocess.run([sys.executable, *command])
-    return of_processes(runs[-processes:])
-
-
-def runs_of(flags: str, folder: Path) -> list[Run]:
-    """The finished runs of `test.py` with these flags, and of today's code, in a folder's results.jsonl."""
-    current = [run for run in Results(folder).runs() if run[0].get("code") == code_version()]
-    same = [run for run in current if command_without_places(shlex.split(run[0]["command"])) == flags]
-    return [run for run in same if of_kind(run[1], EndLine)]
 
 
 def keep_record(root: Path, name: str, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Train the bundled models: one tokenizer, and three GPT-NeoX models (Pythia's architecture) that share it.
 
-    python -m scripts.trainBundled --texts books/ wiki.valid.tokens:3 --heldout wiki.test.raw heldoutBook.txt
+    python -m scripts.trainBundled --texts books/ wiki.valid.tokens:3
+    python test.py --ppl --dataset heldoutBook.txt
 
 `PATH:3` counts a text three times in the corpus. The smaller models learn the target's distribution
 instead of the text's next token (distillation; DistillSpec, arXiv 2310.08461): speculative decoding gains from a draft
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from engine.cachedModel import CachedModel
@@ -31,8 +32,6 @@ from inputs.commandLine import as_command, number, path, script_parser, text, wh
 from inputs.devices import pick_device
 from inputs.files import ROOT
 from inputs.models import find_model
-from inputs.texts import read
-from PPL import calculate_ppl_corpus
 from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, random_windows, read_documents, read_passages
 from scripts.training import Recipe, Trainer, chain_loss
 from utils import UserError
@@ -89,7 +88,6 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     parser = script_parser("python -m scripts.trainBundled", __doc__)
     add, texts = parser.add_argument, "files or folders to train on; PATH:3 counts it three times"
     add("--texts", nargs="+", type=text, required=True, help=texts)
-    add("--heldout", nargs="*", type=path, default=[], help="texts whose perplexity is printed")
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
     minutes = "at most this long for each stage, and for the texts"
     add("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
@@ -110,10 +108,9 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
 
 
 def train_bundled(args: Namespace) -> None:
-    """Train the tokenizer if it does not exist, then the models, and print their perplexities. The tokenizer is a
-    byte-level BPE of VOCABULARY entries. As in Pythia's, `<|endoftext|>` is entry 0."""
+    """Train the tokenizer if it does not exist, then the models. The tokenizer is a byte-level BPE of VOCABULARY
+    entries. As in Pythia's, `<|endoftext|>` is entry 0."""
     documents = [document for path in args.texts for document in read_documents(path)]
-    heldout = {file: read(file) for file in args.heldout}
     folder = args.out / "bundled-target"
     if not (folder / "tokenizer.json").exists():
         bpe, ends = ByteLevelBPETokenizer(), {f"{end}_token": END_OF_TEXT for end in ("bos", "eos", "unk")}
@@ -129,15 +126,11 @@ def train_bundled(args: Namespace) -> None:
     if len(tokens) <= 2 * CONTEXT:
         raise UserError(f"--texts has {len(tokens)} tokens, too few for rows of {CONTEXT}; add more texts")
     for name in args.models:
-        model = CachedModel(train_model(args, name, tokenizer, tokens))
-        for file, words in heldout.items():
-            ppl = calculate_ppl_corpus(words, tokenizer, model)["target"]
-            figures = f"{ppl.token_ppl:.3f} per token, {ppl.word_ppl:.2f} per word"
-            print(f"  perplexity on {file.name}: {figures}", flush=True)
+        train_model(args, name, tokenizer, tokens)
 
 
-def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, tokens: Tensor) -> nn.Module:
-    """Train a model through its stages and save it after each. Returns it in float32, with the weights as stored."""
+def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, tokens: Tensor) -> None:
+    """Train a model through its stages and save it after each."""
     (layers, width, learnt, stages), folder = MODELS[name], args.out / f"bundled-{name}"
     torch.manual_seed(args.seed)
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": width // HEAD}
@@ -164,8 +157,7 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
             model = model.cpu().to(torch.bfloat16)  # As stored: the next stage starts from what is stored.
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-            model = model.float().eval()
-    return model
+            model = model.float()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
