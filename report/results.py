@@ -8,7 +8,6 @@ do not mix. The text is replaced as a whole: a reader never sees half of it.
 from __future__ import annotations
 
 import json
-import math
 import os
 import tempfile
 from collections import Counter
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+from numpy import nan_to_num
 from rich.console import Console, RenderableType
 from rich.text import Text
 
@@ -125,14 +125,11 @@ class Results:
                 name = visible(run["run"], "")
                 buffer.write(f"Run {name} was written by another version: see {self.lines.name}.\n\n")
             shown += buffer.getvalue().splitlines()
-        above: list[str] = []
-        if len(index) > 1:
-            index = index[:NEWEST]
-            above.append(f"{'line':>5}  {'run':{ROOM}}  what it found")
-            for at, command, figure in index:
-                command = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
-                above.append(f"{len(index) + at + 3:5}  {visible(command, ''):{ROOM}}  {figure}")
-            above.append("")
+        above, index = [f"{'line':>5}  {'run':{ROOM}}  what it found"], index[:NEWEST]
+        for at, command, figure in index:
+            command = command if len(command) <= ROOM else command[: ROOM - 3] + "..."
+            above.append(f"{len(index) + at + 3:5}  {visible(command, ''):{ROOM}}  {figure}")
+        above = [*above, ""] if len(index) > 1 else []
         return "\n".join(line.rstrip() for line in above + shown) + "\n"
 
 
@@ -144,7 +141,7 @@ def headline(lines: Sequence[Line]) -> str:
     if speed := [line for line in speed if line["method"] in METHODS and METHODS[line["method"]].lossless]:
         last = speed[-1]["mode"], speed[-1]["promptLen"]
         rows = summarize([line for line in speed if (line["mode"], line["promptLen"]) == last])
-        best = max(rows, key=lambda row: -math.inf if math.isnan(row["speedup"][0]) else row["speedup"][0])
+        best = max(rows, key=lambda row: nan_to_num(row["speedup"][0]))
         if best["method"] != "target":
             return f"{name_of(best['method'])}: {median(best['speedup'])} of plain"
         return f"plain: {median(best['throughput'])} tokens/s"

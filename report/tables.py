@@ -32,14 +32,13 @@ NAMES = {
 class Measured:
     """A cell with a figure, and the ends of its 95 % interval, or of the range of few values.
 
-    digits: decimals; None: about three figures in all. unit: is written after the figure.
+    digits: decimals; None: about three figures in all.
     """
 
     value: float
     ends: tuple[float, ...] = ()
     of_range: bool = False
     digits: int | None = None
-    unit: str = ""
 
     def written(self, between: str = " ") -> str:
         """The figure, and after `between` its ends: [low, high], or (low–high) of a range; "-" for nan."""
@@ -50,8 +49,8 @@ class Measured:
             digits = 2 if largest < 10 else 1 if largest < 100 else 0
         value, *ends = (f"{number:.{digits}f}" for number in (self.value, *self.ends))
         if not ends or ends[0] == ends[1] or self.ends[0] != self.ends[0]:
-            return value + self.unit
-        return f"{value}{self.unit}{between}" + ("({}–{})" if self.of_range else "[{}, {}]").format(*ends)
+            return value
+        return f"{value}{between}" + ("({}–{})" if self.of_range else "[{}, {}]").format(*ends)
 
     def __str__(self) -> str:
         return self.written()

@@ -368,9 +368,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},
     "reproduction-report": beside_the_report,
     "reproduction-short": in_short,
-    "reproduction-post": partial(
-        printed, "compare", "Speed:", columns=OF_POST, rows="target alone|fixed|target confidence"
-    ),
+    "reproduction-post": partial(printed, "compare", "Speed:", columns=OF_POST, rows=IN_POST),
     "reproduction-article": partial(printed, "diversity", "Div", rows="naive|contrastive|article.*", notes=True),
     "reproduction-article-times": partial(printed, "sweep", OF_GAMMA + "1.0", columns="gamma | tokens/s | speed-up"),
 }

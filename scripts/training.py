@@ -119,8 +119,6 @@ class Trainer:
                 bar.update(int(100 * min(1.0, self.share)) - bar.done)
                 if int(LOG_LINES * share) != int(LOG_LINES * self.share):
                     self.log()
-        if not self.history or self.history[-1]["step"] != self.step:  # A checkpoint was already beyond the end.
-            self.log()
 
     def one_step(self) -> None:
         recipe, share, begin = self.recipe, self.share, time.monotonic()
