@@ -305,19 +305,35 @@ def random_windows(parts: Sequence[Part], rows: int, length: int, seed: Sequence
 def acceptance_on(
     network: nn.Module, output: RestrictedHead, texts: Sequence[TextBatch], autocast: torch.dtype
 ) -> dict[str, Any]:
-    """How good a network is at GAMMA guesses, on texts (batches of one) that the target drew: what decoding would give,
-    up to chance. acceptance: the share that passes of the guesses tested at each position. alpha: that of all.
-    tokens_per_round: with the token that the target adds."""
-    counts, few = np.zeros((2, GAMMA)), at_a_time(output.weight.device)
+    """How good a network is at GAMMA guesses, on texts (batches of one) that the target drew: expected values of what
+    speculative decoding would give. acceptance: the share that passes of the guesses tested at each position. alpha:
+    that of all. tokens_per_round: with the token that the target adds.
+
+    A guess passes and is the token x with probability min(p(x), q(x)), and the text's x was drawn from p. So among the
+    decodings that write this text, a guess passes with probability min(1, q(x) / p(x)). Followed from the first drawn
+    token on, that gives how probable it is that a round begins at each place.
+    """
+    (tested, passed), few = np.zeros((2, GAMMA)), at_a_time(output.weight.device)
     for batch in texts:
         with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, GAMMA)[:, 0].float()
         following = F.pad(batch.tokens[0, 1:], (0, 1))
         parts = zip(hidden.split(few, 1), *(x.split(few) for x in (batch.last[0], batch.sums[0], following)))
         chances = zip(*(passing_chances(output, *part) for part in parts))
-        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)
-        counts += expected_counts(overlap, ratio, batch.drawn[0].tolist())
-    tested, passed = np.maximum(counts[0], 1e-9), counts[1]
+        overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)  # [GAMMA, n], for the token after
+        n, drawn = len(following), batch.drawn[0].tolist()
+        begins = np.zeros(n + GAMMA + 2)  # how probable it is that a round begins with the token here as its last
+        for s in (s for s in range(n - GAMMA - 1) if drawn[s]):
+            if s == 0 or not drawn[s - 1]:
+                begins[s] = 1.0
+            whole, reached = all(drawn[s + 1 : s + GAMMA + 2]), begins[s]
+            for j in range(GAMMA):
+                tested[j] += whole * reached
+                passed[j] += whole * reached * overlap[j, s + j]
+                begins[s + j + 1] += reached * (1 - ratio[j, s + j])
+                reached *= ratio[j, s + j]
+            begins[s + GAMMA + 1] += reached
+    tested = np.maximum(tested, 1e-9)
     alpha, tokens_per_round = float(passed.sum() / tested.sum()), float(1 + passed.sum() / tested[0])
     return {"acceptance": (passed / tested).tolist(), "alpha": alpha, "tokens_per_round": tokens_per_round}
 
@@ -333,28 +349,3 @@ def passing_chances(output: RestrictedHead, hidden: Tensor, last: Tensor, sums: 
     q_next = q.gather(-1, place.expand(len(q), -1)[..., None])[..., 0]
     ratio = torch.where(known & (p_next > 0), q_next / p_next, 0.0).clamp(max=1.0)
     return torch.minimum(p, q).sum(-1), ratio
-
-
-def expected_counts(overlap: np.ndarray, ratio: np.ndarray, drawn: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """How many guesses of each position are tested and how many pass, if a text is decoded speculatively, `[steps]`
-    each, expected values.
-
-    overlap, ratio: `passing_chances`, `[steps, n]`; row j is for the token after the place it stands at. A guess passes
-    and is the token x with probability min(p(x), q(x)). The text's x was drawn from p. So among the decodings that
-    write this text, a guess passes with probability min(1, q(x) / p(x)). Followed from the first drawn token on, that
-    gives how probable it is that a round begins at each place.
-    """
-    steps, n = overlap.shape
-    begins = np.zeros(n + steps + 2)  # how probable it is that a round begins with the token at this place as its last
-    tested, passed = np.zeros(steps), np.zeros(steps)
-    for s in (s for s in range(n - steps - 1) if drawn[s]):
-        if s == 0 or not drawn[s - 1]:
-            begins[s] = 1.0
-        whole, reached = all(drawn[s + 1 : s + steps + 2]), begins[s]
-        for j in range(steps):
-            tested[j] += whole * reached
-            passed[j] += whole * reached * overlap[j, s + j]
-            begins[s + j + 1] += reached * (1 - ratio[j, s + j])
-            reached *= ratio[j, s + j]
-        begins[s + steps + 1] += reached
-    return tested, passed

@@ -91,7 +91,6 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
     minutes = "at most this long for each stage, and for the texts"
     add("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
-    add("--tokens", type=whole(1), help="at most this many tokens for each stage of a model")
     add("--out", type=path, default=ROOT / "models")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
@@ -145,9 +144,9 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
         for stage, recipe in enumerate(stages, 1):
             parts: list[Part] = []
             if recipe.acceptance and teacher:
-                about = {"folder": source, "data": Path(data), "written": min(WRITTEN, args.tokens or WRITTEN)}
+                about = {"folder": source, "data": Path(data), "written": WRITTEN}
                 parts = prepare_parts(Namespace(**vars(args) | about), teacher, 60 * args.minutes)
-            recipe = replace(recipe, tokens=min(recipe.tokens, args.tokens or recipe.tokens), seconds=60 * args.minutes)
+            recipe = replace(recipe, seconds=60 * args.minutes)
             loss_of = stage_loss(tokens, args.seed + stage - 1, teacher, parts[1:])
             trainer = Trainer(recipe, model.to(args.device).train(), f"bundled-{name}, stage {stage}", loss_of)
             trainer.train()

@@ -15,12 +15,13 @@ from utils import probabilities
 def test_a_short_training_writes_models_that_load(tmp_path, monkeypatch, capsys):
     make_small(monkeypatch)
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
-    target = [Recipe(), Recipe(lengths=MIXED)]
-    draft = [Recipe(), Recipe(lengths=(80, 512), acceptance=True)]
+    monkeypatch.setattr(trainBundled, "WRITTEN", 16000)
+    target = [Recipe(16000), Recipe(16000, lengths=MIXED)]
+    draft = [Recipe(16000), Recipe(16000, lengths=(80, 512), acceptance=True)]
     models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
     texts = f"--texts {DATASETS / 'sample/articles.raw'} {DATASETS / 'sample'}"
-    command = f"{texts} --models target draft --tokens 16000 --out {tmp_path} --device cpu"
+    command = f"{texts} --models target draft --out {tmp_path} --device cpu"
     assert trainBundled.main(command.split()) == 0
     printed = capsys.readouterr().out
     assert {file.name for file in tmp_path.iterdir()} == {"bundled-target", "bundled-draft"}
