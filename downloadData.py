@@ -71,8 +71,8 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
     elif not os.path.exists(path):
         raise UserError(f"--from {path}: no such file or folder")
     if folder.exists() and (path or manifest is None or manifest.repo != repo):
-        there = manifest.repo if manifest else "elsewhere"
-        raise UserError(f"{folder} already exists, with texts from {there}; move it away first")
+        earlier = manifest.repo if manifest else "elsewhere"
+        raise UserError(f"{folder} already exists, with texts from {earlier}; move it away first")
     import datasets
 
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # The one line says what it would report.

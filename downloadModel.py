@@ -47,15 +47,15 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
     repo, paths = repository.repo, [file.path for file in repository.files]
     shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
     weights = r"model\.safetensors" if "model.safetensors" in paths else shards
-    wanted = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
-    if not any(file.path.endswith(".safetensors") for file in wanted):
+    needed = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
+    if not any(file.path.endswith(".safetensors") for file in needed):
         others = [path for path in paths if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
-        held = f"no safetensors files, only {others[0]}" if others else "no safetensors files"
+        formats = f"no safetensors files, only {others[0]}" if others else "no safetensors files"
         remedy = "try another revision (often --revision refs/pr/1), or choose another model"
-        raise UserError(f"{repo} has {held}, and pickled weights are never loaded; {remedy}")
+        raise UserError(f"{repo} has {formats}, and pickled weights are never loaded; {remedy}")
     if "config.json" not in paths:
         raise UserError(f"{repo} has no config.json: it is not a model that transformers can load")
-    return sorted(wanted, key=lambda file: file.size)
+    return sorted(needed, key=lambda file: file.size)
 
 
 def model_folder(repo: str) -> Path:
@@ -114,8 +114,8 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
         if constants.SAFETENSORS_INDEX_FILE in (file.path for file in missing):
             with hub_errors(repo, complete.commit):
                 index = json.loads((unfinished / constants.SAFETENSORS_INDEX_FILE).read_text())["weight_map"]
-            if lacking := set(index.values()) - {file.path for file in complete.files}:
-                raise UserError(f"{repo} has no {min(lacking)}, which its index refers to; choose another revision")
+            if absent := set(index.values()) - {file.path for file in complete.files}:
+                raise UserError(f"{repo} has no {min(absent)}, which its index refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:

@@ -31,10 +31,10 @@ plt.rcParams.update({
 })  # fmt: skip
 
 BLUE, RED, GREY, DARK, BROWN = "#bfd3f2", "#c0392b", "#777777", "#2c3e50", "#e5d3b3"
-THEORIES = (  # key of `theory.predict`, style of the line, label
-    ("theory", "-", "theory, of what was accepted and measured costs"),
-    ("paper", ":", "theorem 3.8: i.i.d. guesses, scoring at the cost of one token"),
-)
+THEORIES = {  # {key of `theory.predict`: style of the line, label}
+    "theory": ("-", "theory, of what was accepted and measured costs"),
+    "paper": (":", "theorem 3.8: i.i.d. guesses, scoring at the cost of one token"),
+}
 
 
 def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]:
@@ -113,7 +113,7 @@ def draw_sweep(lines: Sequence[Line]) -> Figure:
         aside = 0.11 * (number - (len(costs) - 1) / 2)  # so that intervals do not cover each other
         label = f"measured, temperature {cost['temperature']}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
         axes.errorbar(gammas + aside, middle, error, fmt="o", color=colour, markersize=4.5, capsize=2, label=label)
-        for theory, style, name in THEORIES[: 1 if several else 2]:
+        for theory, (style, name) in list(THEORIES.items())[: 1 if several else 2]:
             ratios, once = [row[theory] for row in prediction["rows"]], None if number else name
             axes.plot(gammas, ratios, style, color=colour, linewidth=1.1, label=once)
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
@@ -204,37 +204,30 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
 
 
 def draw_lossless(lines: Sequence[Line]) -> Figure:
-    """Draw the histograms of u of all samplers as a heat map, methods above planted mistakes."""
+    """Draw the histograms of u of all samplers as heat maps, methods above planted mistakes: the z of each bin's count,
+    if u is uniform."""
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, schema.PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
     heights = [max(len(methods), 1), max(len(mistakes), 1)]
     size = 10, 1.9 + 0.21 * sum(heights)
-    figure, (above, below) = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)
-    draw_bins(above, methods, f"methods: u of the first {sampled[0]['tokens_shown']:,} tokens each, in {BINS} bins")
-    image = draw_bins(below, mistakes, "the same of samplers with a planted mistake")
-    below.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
-    bar = figure.colorbar(image, ax=[above, below], extend="both", aspect=35, pad=0.01)
+    figure, panels = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)
+    title = f"methods: u of the first {sampled[0]['tokens_shown']:,} tokens each, in {BINS} bins"
+    shown = {title: methods, "the same of samplers with a planted mistake": mistakes}
+    for axes, (title, histograms) in zip(panels, shown.items()):
+        counts = np.array(list(histograms.values()))
+        expected = counts.sum(1, keepdims=True) / BINS
+        z = (counts - expected) / np.sqrt(expected * (1 - 1 / BINS))
+        axes.spines[:].set_visible(True)
+        image = axes.imshow(z, cmap="RdBu_r", vmin=-5, vmax=5, aspect="auto", extent=(0, 1, len(z), 0))
+        axes.set_yticks(np.arange(len(z)) + 0.5, list(histograms), fontsize=8)
+        axes.tick_params(axis="y", length=0)
+        axes.set_title(title, fontsize=10)
+    axes.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
+    bar = figure.colorbar(image, ax=panels, extend="both", aspect=35, pad=0.01)
     bar.set_label("z of the bin's count: 0 if it is as the target's distribution says")
     return figure
-
-
-def draw_bins(axes: Axes, counts_of: dict[str, list[int]], title: str) -> Any:
-    """Draw one row of a heat map for each histogram: the z of each bin's count, if u is uniform. Returns the image.
-
-    counts_of: {label: counts of the bins}.
-    """
-    counts = np.array(list(counts_of.values()))
-    share = 1 / counts.shape[1]
-    expected = counts.sum(1, keepdims=True) * share
-    z = (counts - expected) / np.sqrt(expected * (1 - share))
-    axes.spines[:].set_visible(True)
-    image = axes.imshow(z, cmap="RdBu_r", vmin=-5, vmax=5, aspect="auto", extent=(0, 1, len(z), 0))
-    axes.set_yticks(np.arange(len(z)) + 0.5, list(counts_of), fontsize=8)
-    axes.tick_params(axis="y", length=0)
-    axes.set_title(title, fontsize=10)
-    return image
 
 
 def name_points(axes: Axes, points: Mapping[str, tuple[float, float, Any]], x: float) -> None:

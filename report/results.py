@@ -58,16 +58,13 @@ class Results:
         record = {key: None if value != value else value for key, value in record.items()}
         line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
         try:
-            handle = os.open(self.lines, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-            try:
-                end = os.lseek(handle, 0, os.SEEK_END)
-                if end and os.pread(handle, 1, end - 1) != b"\n":
-                    line = b"\n" + line  # An earlier run was cut off in the middle of its line.
-                if os.write(handle, line) < len(line):
+            with open(self.lines, "a+b", buffering=0) as file:
+                if end := file.tell():
+                    file.seek(end - 1)
+                    line = line if file.read(1) == b"\n" else b"\n" + line  # An earlier run was cut off in its line.
+                if file.write(line) < len(line):
                     raise OSError("no space left on the device")
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+                os.fsync(file.fileno())
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"{self.lines} cannot be written: {reason}; earlier results are kept") from None

@@ -19,7 +19,7 @@ from experiments.schema import CostsLine, EngineLine, Line, QueueLine, RunLine, 
 from experiments.theory import expectations, improvement, predict, predict_batches
 from inputs.commandLine import counted
 from lossless.evidence import TESTS
-from report.sources import SPEED_UP
+from report.sources import BEST_SPEED_UP, SPEED_UP
 from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
 Summary = dict[str, Any]  # the figures of one method, a row of `intervals.summarize`
@@ -84,8 +84,8 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     compiled = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
     if values["compile"] and compiled and not all(compiled.values()):  # What ran, not the flag.
         eager = ", ".join(role for role, is_compiled in compiled.items() if not is_compiled)
-        some = f"but for {eager}, which stayed eager"
-        values["compile"] = some if any(compiled.values()) else "requested, but all stayed eager"
+        exception = f"but for {eager}, which stayed eager"
+        values["compile"] = exception if any(compiled.values()) else "requested, but all stayed eager"
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     lengths = {line["prompt_tokens"] for line in lines}
     of_tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
@@ -209,7 +209,7 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
     titles = dict.fromkeys(title for table in tables for title in table.titles())
     notes += "; ".join(LEGEND[title] for title in titles if title in LEGEND) + "."
     if pythia:
-        notes += f"\nThe report's speed-up, without a KV cache: {SPEED_UP.typical}, at best {SPEED_UP.best}."
+        notes += f"\nThe report's speed-up, without a KV cache: {SPEED_UP}, at best {BEST_SPEED_UP}."
     return notes
 
 

@@ -4,47 +4,31 @@ perplexity and diversity stand beside them. All of it is in docs/reproduction.md
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from experiments.intervals import FEW
 from experiments.schema import FIGURES, CorpusPerplexityLine, DiversityLine, PerplexityLine, RunLine, TextPerplexityLine
 from inputs.commandLine import counted
 from report.tables import Table, give_or_take, name_of, plain
 
-
-class Reported(NamedTuple):
-    """A figure of speed in the course report.
-
-    role: of the decoding. words: its description. field: its name in `intervals.summarize`, in units of 1 / scale.
-    best, typical: of its two groups of runs, as printed (TTFT: in seconds). Of one configuration, group one is the best
-    of several runs, which the report calls not representative, and group two is typical.
-    """
-
-    role: str
-    words: str
-    field: str
-    scale: float
-    best: str
-    typical: str
-
-
-TTFT, TOTAL, RATE = ("TTFT, ms", "ttft", 1e3), ("total/n, ms", "report_tpot", 1e3), ("tokens/s", "throughput", 1.0)
-
-# The course report: Pythia-2.8b with Pythia-70m, 200 new tokens after one prompt. The speed-ups are the ratios of its
-# tokens/s.
-REPORT_SPEED = (
-    Reported("draft", *TTFT, "445.8", "462.9"),
-    Reported("draft", *TOTAL, "8.9753", "8.7781"),
-    Reported("draft", *RATE, "111.4168", "113.9199"),
-    Reported("target", *TTFT, "1406.1", "1546.9"),
-    Reported("target", *TOTAL, "267.0314", "268.5069"),
-    Reported("target", *RATE, "3.7449", "3.7243"),
-    Reported("speculative", *TTFT, "957.0", "363.6"),
-    Reported("speculative", *TOTAL, "107.1935", "148.7493"),
-    Reported("speculative", *RATE, "9.3289", "6.7227"),
-    Reported("speculative", "speed-up", "speedup", 1.0, "2.49", "1.81"),
-)
-SPEED_UP = REPORT_SPEED[-1]
+# The course report: Pythia-2.8b with Pythia-70m, 200 new tokens after one prompt. {(role, figure): as printed in its
+# two groups of runs of one configuration (TTFT: in seconds)}: the best of several runs, "not representative" in the
+# report's words, and a typical one. The speed-ups are the ratios of its tokens/s.
+REPORT_SPEED = {
+    ("draft", "TTFT, ms"): ("445.8", "462.9"),
+    ("draft", "total/n, ms"): ("8.9753", "8.7781"),
+    ("draft", "tokens/s"): ("111.4168", "113.9199"),
+    ("target", "TTFT, ms"): ("1406.1", "1546.9"),
+    ("target", "total/n, ms"): ("267.0314", "268.5069"),
+    ("target", "tokens/s"): ("3.7449", "3.7243"),
+    ("speculative", "TTFT, ms"): ("957.0", "363.6"),
+    ("speculative", "total/n, ms"): ("107.1935", "148.7493"),
+    ("speculative", "tokens/s"): ("9.3289", "6.7227"),
+    ("speculative", "speed-up"): ("2.49", "1.81"),
+}
+# {figure: its name in `intervals.summarize`, in units of 1 / scale}
+FIELDS = {"TTFT, ms": ("ttft", 1e3), "total/n, ms": ("report_tpot", 1e3), "tokens/s": ("throughput", 1.0)}
+FIELDS["speed-up"] = "speedup", 1.0
+BEST_SPEED_UP, SPEED_UP = REPORT_SPEED["speculative", "speed-up"]
 REPORT = {"draft": 84.372630, "target": 17.141058, "speculative": 17.141059}  # perplexities on WikiText-2, as printed
 # In its results.txt: the number of texts, and the relative difference of their means, which REPORT has cut off.
 REPORT_TEXTS, REPORT_DIFFERENCE = 10, "3.3e-08"

@@ -79,16 +79,6 @@ class OwnMethod(OtherMethod):
         return self.sampler(prompts, max_len=count, sampling=sampling, generator=generator, batch=ROWS)
 
 
-def loaded(name: str, inputs: Inputs, models: LoadedModels) -> OtherMethod:
-    """The method of this name, ready to write."""
-    if not METHODS[name].engine:
-        return OwnMethod(build([name], cast(Models, models), inputs.settings.decoding)[name])
-    method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)
-    context = max(map(len, inputs.rows)) + TEXT_TOKENS + 2 * GAMMA + 8
-    method.load(sources_of(inputs, models), GAMMA, context, available_memory("cpu"))
-    return method
-
-
 def judged(
     method: OtherMethod, key: dict[str, Any], inputs: Inputs, models: LoadedModels, tokens: int
 ) -> Mapping[str, Any]:
@@ -136,7 +126,14 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             continue
         start, cell = time.time(), key | {"failed": None, "code": code_version()}
         try:
-            method = methods[name] = methods.get(name) or loaded(name, inputs, models)
+            if name not in methods and METHODS[name].engine:
+                method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)
+                context = max(map(len, inputs.rows)) + TEXT_TOKENS + 2 * GAMMA + 8
+                method.load(sources_of(inputs, models), GAMMA, context, available_memory("cpu"))
+                methods[name] = method
+            elif name not in methods:
+                methods[name] = OwnMethod(build([name], cast(Models, models), inputs.settings.decoding)[name])
+            method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
@@ -181,11 +178,12 @@ def engines_table(records: Records) -> str:
     for seed, number in sorted(rows):
         cells, method = rows[seed, number], CATALOGUE[number]
         done = [cell for cell in cells.values() if not cell["failed"]]
-        said = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
-        said = "another model" if any(cell["precision"].startswith("int") for cell in done) else said if done else ""
+        verdict = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
+        is_copy = any(cell["precision"].startswith("int") for cell in done)
+        verdict = "another model" if is_copy else verdict if done else ""
         title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}"
         version = done[0]["version"] if done and method.engine else ""
-        table.add(title, version, *(bound(cells.get(setting)) for setting in settings), said)
+        table.add(title, version, *(bound(cells.get(setting)) for setting in settings), verdict)
     tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
     return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}"
 

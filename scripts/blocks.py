@@ -26,7 +26,7 @@ from playback.trace import summary
 from report.losslessReport import verdict
 from report.results import Results, pieces_of_run
 from report.runTables import swept_texts
-from report.sources import SPEED_UP, text_table
+from report.sources import BEST_SPEED_UP, SPEED_UP, text_table
 from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
 from scripts.auditEngines import FIRST, bound, engines_table, excluded, mistakes_table
 from scripts.costFrontier import OWN as COSTED
@@ -183,7 +183,7 @@ def in_short(records: Records) -> str:
     """The README's table: the course report's main figures beside those of the bundled pair."""
     table = Table("", ["figure", "the report", "here, bundled pair", "command"])
     for (run, lines), (title, methods) in zip(of_bundled_pair(records), BESIDE.values()):
-        there = f"{SPEED_UP.typical} typical, {SPEED_UP.best} best" if methods is NO_CACHE else ""
+        there = f"{SPEED_UP} typical, {BEST_SPEED_UP} best" if methods is NO_CACHE else ""
         speed_up = beside_report(of_kind(lines, SpeedLine), methods)[-1]
         table.add(f"speed-up, {title}", there, speed_up, f"`{command_of(run)}`")
     run, lines = records["first"]
@@ -216,9 +216,9 @@ def within(name: str, records: Records) -> str:
 
 def quoted(block: str, pattern: str, records: Records) -> str:
     """What the group of a pattern matches in another block."""
-    if not (found := re.search(pattern, " ".join(BLOCKS[block](records).split()))):
+    if not (match := re.search(pattern, " ".join(BLOCKS[block](records).split()))):
         raise UserError(f"block {block} has nothing like {pattern!r}")
-    return found[1]
+    return match[1]
 
 
 def records_table(records: Records) -> str:
@@ -235,12 +235,12 @@ def records_table(records: Records) -> str:
 def imports(root: Path = ROOT) -> dict[str, list[str]]:
     """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
     files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in root.glob("*/__init__.py")}
-    files = {name: of for name, of in files.items() if name != "tests"} | {f.stem: [f] for f in root.glob("*.py")}
+    files = {name: paths for name, paths in files.items() if name != "tests"} | {f.stem: [f] for f in root.glob("*.py")}
     imported: dict[str, list[str]] = {}
-    for name, of in sorted(files.items()):
-        text = "\n".join(file.read_text(encoding="utf-8") for file in of)
-        found = set(re.findall(r"^ *(?:from|import) (\w+)[. ,\n]", text, re.M))
-        imported[name] = sorted(found & files.keys() - {name})
+    for name, paths in sorted(files.items()):
+        text = "\n".join(file.read_text(encoding="utf-8") for file in paths)
+        modules = set(re.findall(r"^ *(?:from|import) (\w+)[. ,\n]", text, re.M))
+        imported[name] = sorted(modules & files.keys() - {name})
     order = list(graphlib.TopologicalSorter(imported).static_order())
     return {name: [other for other in order if other in imported[name]] for name in order}
 
@@ -288,8 +288,8 @@ def flags_tables(records: Records) -> str:
             if not action.option_strings or action.dest == "help":
                 continue
             choices = " or ".join(f"`{choice}`" for choice in action.choices or ())
-            one = choices or f"`{action.metavar or 'NAME'}`"
-            value = {"0": "", "+": f"{one} ...", "?": f"[{one}]"}.get(str(action.nargs), one)
+            word = choices or f"`{action.metavar or 'NAME'}`"
+            value = {"0": "", "+": f"{word} ...", "?": f"[{word}]"}.get(str(action.nargs), word)
             text = re.sub(r"(?<![\w-])--\w+", r"`\g<0>`", " ".join((action.help or "").split()).replace("%%", "%"))
             meaning, _, default = text.partition(" Default: ")
             rows.append([f"`{action.option_strings[0]}`", value, default.removesuffix("."), meaning])

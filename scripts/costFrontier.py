@@ -94,9 +94,9 @@ def load_way(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, f
         models |= dict.fromkeys(inputs.roles_of("self"), copy)
     sizes = {}
     for role, model in models.items():
-        few = inputs.copies.weights * (bits / 8 + SCALE) if inputs.copies and model.cache_of else 0
+        copied = inputs.copies.weights * (bits / 8 + SCALE) if inputs.copies and model.cache_of else 0
         keys = cache_bytes(model.model.config.get_text_config(), CONTEXT, torch.bfloat16)
-        sizes[role] = (few or bytes_of_weights(model)) + keys
+        sizes[role] = (copied or bytes_of_weights(model)) + keys
     return inputs, inputs.as_timed(models, inputs.dtype), sizes
 
 
@@ -183,9 +183,10 @@ def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
     costs = (1 + row["a_guess"] * np.arange(len(tokens))) / tokens
     gamma = len(tokens) - 1 if row["whole"] else int(costs.argmin())
     bytes_read, prompts = 1 + row["a_guess"] * gamma, sorted({text["line"] for text in texts})
-    of = [[text for text in texts if text["line"] == line] for line in prompts]
-    drawn = [at_each_gamma(chain(*(of[i] for i in rng.integers(len(of), size=len(of))))) for _ in range(RESAMPLES)]
-    ends = np.percentile([bytes_read / each[: gamma + 1][-1] for each in drawn], (2.5, 97.5))
+    groups = [[text for text in texts if text["line"] == line] for line in prompts]
+    drawn = rng.integers(len(groups), size=(RESAMPLES, len(groups)))
+    resampled = [at_each_gamma(chain(*(groups[i] for i in numbers))) for numbers in drawn]
+    ends = np.percentile([bytes_read / tokens_of[: gamma + 1][-1] for tokens_of in resampled], (2.5, 97.5))
     return {"gamma": gamma, "tokens": tokens[gamma], "bytes": bytes_read, "cost": Interval(costs[gamma], *ends)}
 
 

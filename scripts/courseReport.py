@@ -33,7 +33,7 @@ from inputs.texts import find_texts
 from report import sources
 from report.losslessReport import exit_code
 from report.results import heading, pieces_of_run
-from report.tables import Cell, Measured, Table, markdown, span
+from report.tables import Cell, Table, markdown, span
 from scripts.keepRecord import command_without_places, differing, finished_runs, source, without_places
 
 DRAFT, MID, TARGET = downloadModel.PYTHIA
@@ -102,11 +102,11 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
         (f"Tests of losslessness: {name}", f"--lossless all {tokens} {of_data} {three}"),
     ]
     for title, line in commands:
-        command, kept = shlex.split(line), True
+        command, reads = shlex.split(line), True
         idle = without_effect(parse([*command, *plan.flags], again=True), plan.flags)
         for word in plan.flags:
-            kept = word.split("=")[0] not in idle if word.startswith("--") else kept
-            command += [word] if kept else []
+            reads = word.split("=")[0] not in idle if word.startswith("--") else reads
+            command += [word] if reads else []
         yield title, command
 
 
@@ -166,13 +166,7 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
     columns["here, KV cache, compiled"] = compiled, CACHED
     pieces += ["## Beside the report's figures", f"**Speed**\n\n{markdown(speeds_beside(columns))}"]
     if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
-        table = sources.text_table(texts, True)
-        if any(map(sources.is_the_reports, records)):
-            table.heads.append("of the report")
-            for row, line in zip(table.rows, texts):
-                divided = Measured(line["ppl"]["target"] / sources.REPORT["target"], digits=3)
-                row.append(divided if line["corpus"] == "wikitext" else "")
-        pieces.append(f"**Perplexity per text**\n\n{markdown(table)}")
+        pieces.append(f"**Perplexity per text**\n\n{markdown(sources.text_table(texts, True))}")
     pieces.append(NOTES)
     for title, step in runs:
         pieces.append(f"## {title}")
@@ -194,16 +188,19 @@ def speeds_beside(columns: Mapping[str, tuple[Sequence[TimedText], Mapping[str, 
     What was not measured is an empty cell."""
     table = Table("", ["figure", "the report, group one: best of several runs", "group two: typical", *columns])
     measured = [beside_report(*column) for column in columns.values()]
-    for figure, *cells in zip(sources.REPORT_SPEED, *measured):
-        table.add(f"{figure.role}: {figure.words}", figure.best, figure.typical, *cells)
+    for ((role, figure), printed), *cells in zip(sources.REPORT_SPEED.items(), *measured):
+        table.add(f"{role}: {figure}", *printed, *cells)
     return table
 
 
 def beside_report(lines: Sequence[TimedText], methods: Mapping[str, str]) -> list[Cell]:
     """The measured values of each figure of `sources.REPORT_SPEED`."""
     rows = {row["method"]: row for row in summarize(lines, methods["target"])}
-    pairs = [(rows.get(methods.get(figure.role, "")), figure) for figure in sources.REPORT_SPEED]
-    return [span(row[figure.field], figure.scale) if row else "" for row, figure in pairs]
+    cells: list[Cell] = []
+    for role, figure in sources.REPORT_SPEED:
+        row, (field, scale) = rows.get(methods.get(role, "")), sources.FIELDS[figure]
+        cells.append(span(row[field], scale) if row else "")
+    return cells
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -194,15 +194,16 @@ def read_states(texts: Sequence[Written], target: CachedModel, output: Restricte
     target drew it with SAMPLING; states, the hidden states of the tapped layers, `[N, layers * d]`; sums, those of
     `sums_of`, `[N, 3]`."""
     states, sums = [], []
-    for one in texts:
-        rows = hidden_states(target, torch.tensor([[token for token, _ in one]]))[0]
+    for text in texts:
+        rows = hidden_states(target, torch.tensor([[token for token, _ in text]]))[0]
         states.append(rows.to(torch.bfloat16).cpu())
         parts_of_text = rows[:, -output.weight.shape[1] :].split(at_a_time(target.device))
-        sums += [sums_of(output, few).cpu() for few in parts_of_text]
+        sums += [sums_of(output, last).cpu() for last in parts_of_text]
     tokens, drawn = zip(*(pair for text in texts for pair in text))
     part = {"tokens": torch.tensor(tokens, dtype=torch.int32), "drawn": torch.tensor(drawn)}
-    text = torch.arange(len(texts), dtype=torch.int32).repeat_interleave(torch.tensor([len(text) for text in texts]))
-    return part | {"text": text, "states": torch.cat(states), "sums": torch.cat(sums)}
+    lengths = torch.tensor([len(text) for text in texts])
+    numbers = torch.arange(len(texts), dtype=torch.int32).repeat_interleave(lengths)
+    return part | {"text": numbers, "states": torch.cat(states), "sums": torch.cat(sums)}
 
 
 def read_documents(name: str) -> list[str]:
@@ -313,12 +314,12 @@ def acceptance_on(
     decodings that write this text, a guess passes with probability min(1, q(x) / p(x)). Followed from the first drawn
     token on, that gives how probable it is that a round begins at each place.
     """
-    (tested, passed), few = np.zeros((2, GAMMA)), at_a_time(output.weight.device)
+    (tested, passed), size = np.zeros((2, GAMMA)), at_a_time(output.weight.device)
     for batch in texts:
         with torch.autocast(batch.tokens.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, GAMMA)[:, 0].float()
         following = F.pad(batch.tokens[0, 1:], (0, 1))
-        parts = zip(hidden.split(few, 1), *(x.split(few) for x in (batch.last[0], batch.sums[0], following)))
+        parts = zip(hidden.split(size, 1), *(x.split(size) for x in (batch.last[0], batch.sums[0], following)))
         chances = zip(*(passing_chances(output, *part) for part in parts))
         overlap, ratio = (torch.cat(x, 1).cpu().double().numpy() for x in chances)  # [GAMMA, n], for the token after
         n, drawn = len(following), batch.drawn[0].tolist()

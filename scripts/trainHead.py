@@ -69,7 +69,7 @@ def chain_weights(text: Tensor, steps: int) -> Tensor:
     """1.0 where a chain of j steps ends in a text at the j-th of them, else 0.0, `[steps, B, n]`: not where it began
     before the text, or before the window."""
     earlier = [F.pad(text, (j, 0), value=-1)[:, : text.shape[1]] for j in range(steps)]
-    return torch.stack([(there == text).float() for there in earlier])
+    return torch.stack([(before == text).float() for before in earlier])
 
 
 def shifted(x: Tensor, by: int) -> Tensor:
@@ -183,14 +183,14 @@ def begin_near_target(network: TrainedHead, target: CachedModel, texts: Sequence
     else:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-        norm.weight.copy_(torch.cat([one.last[0].float() for one in texts]).square().mean(0).sqrt())
+        norm.weight.copy_(torch.cat([batch.last[0].float() for batch in texts]).square().mean(0).sqrt())
     products = torch.zeros(3 * d, 3 * d, dtype=torch.float64, device=norm.weight.device)
-    for one in texts:
-        read = network.joined(one.tokens, network.features_before(one))
+    for batch in texts:
+        read = network.joined(batch.tokens, network.features_before(batch))
         if copied:
-            states = target.model.base_model(one.tokens, use_cache=False, output_hidden_states=True).hidden_states
-        wanted = states[-2].float() if copied else one.last.float() / norm.weight
-        pairs = torch.cat([read, wanted], -1) / wanted.square().mean(-1, keepdim=True).sqrt()
+            states = target.model.base_model(batch.tokens, use_cache=False, output_hidden_states=True).hidden_states
+        fitted = states[-2].float() if copied else batch.last.float() / norm.weight
+        pairs = torch.cat([read, fitted], -1) / fitted.square().mean(-1, keepdim=True).sqrt()
         products += pairs[0].double().mT @ pairs[0].double()
     squares, cross = products[: 2 * d, : 2 * d], products[: 2 * d, 2 * d :]
     squares.diagonal().add_(RIDGE * squares.diagonal().mean())

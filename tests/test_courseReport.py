@@ -15,7 +15,7 @@ from experiments.runRecord import origin
 from experiments.settings import parse
 from inputs import files
 from report.results import Results
-from report.sources import REPORT, REPORT_PROMPTS, REPORT_SPEED
+from report.sources import REPORT_PROMPTS, REPORT_SPEED
 from scripts import courseReport
 from scripts.courseReport import CACHED, NO_CACHE, speeds_beside
 
@@ -86,15 +86,12 @@ def test_the_whole_protocol_downloads_measures_and_writes_one_page(served, cli, 
     assert "Not measured" not in page and "Not one experiment" not in page
     assert "pythia-2.8b" in page and "torch 2" in page
     speeds, perplexity = tables_of(page, "Beside the report's figures")
-    assert [row[1:3] for row in speeds[2:]] == [[figure.best, figure.typical] for figure in REPORT_SPEED]
+    assert [row[1:3] for row in speeds[2:]] == [[*printed] for printed in REPORT_SPEED.values()]
     by_name = {row[0]: dict(zip(speeds[0], row)) for row in speeds[2:]}
     no_cache = "here, no KV cache, eager"
     assert not by_name["draft: tokens/s"][no_cache] and by_name["target: tokens/s"][no_cache]
     assert all(row["here, KV cache, eager"] and row["here, KV cache, compiled"] for row in by_name.values())
     assert [row[0] for row in perplexity[2:]] == ["wikitext", "pg19", "the report (WikiText-2)"]
-    wikitext, divided = float(perplexity[2][4].replace(",", "")), float(perplexity[2][-1])
-    assert divided == pytest.approx(wikitext / REPORT["target"], abs=1e-3)
-    assert perplexity[3][-1] == ""  # the report has no figure for PG-19
     assert all(tables_of(page, f"Perplexity: {data}") for data in ("wikitext", "pg19"))
     pictures = re.findall(r"!\[.*\]\((figures/.*png)\)", page)
     assert len(pictures) == 4 and all((folder / picture).exists() for picture in pictures)  # speeds, sweep, tests
