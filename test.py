@@ -2,8 +2,6 @@
 
 Results go to results.txt. `python test.py --help` lists the flags; docs/glossary.md explains how to read them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The rounds of one text: which guesses were accepted, which were rejected, and the text that each token adds."""
 
-from __future__ import annotations
-
 import copy
 import math
 import time

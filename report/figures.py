@@ -1,7 +1,5 @@
 """Figures of the measurements of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import fill

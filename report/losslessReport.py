@@ -1,7 +1,5 @@
 """The report of `--lossless`: a verdict in one sentence, and the tables behind it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ A line is appended in one write and fsynced: a kill loses nothing that was measu
 do not mix. The text is replaced as a whole: a reader never sees half of it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

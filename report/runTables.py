@@ -1,8 +1,6 @@
 """The tables of the speed that a run measured: by method, by category, over gamma beside theory, over batches, of other
 programs, and of the steps of decoding."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -89,9 +87,8 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     shown = "".join(f"{name} {value}, " for name, value in values.items() if value not in (SHOWN[name], None))
     lengths = {line["prompt_tokens"] for line in lines}
     of_tokens = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
-    return (
-        f"{counted(len({line['prompt'] for line in lines}), 'prompt')} of {of_tokens} tokens, {shown}{first['dtype']}"
-    )
+    prompts = counted(len({line["prompt"] for line in lines}), "prompt")
+    return f"{prompts} of {of_tokens} tokens, {shown}{first['dtype']}"
 
 
 def measured_on(record: Mapping[str, Any], lines: Iterable[Line] = ()) -> str:
@@ -153,7 +150,6 @@ def speed_table(
     guesses, and have no room for every interval."""
     of_report = lines[0]["mode"] == "speed"
     brief = span if of_report else median
-
     guessing = {row["method"] for row in rows if row["acceptance_by_position"]} - {*ALONE}
     columns: dict[str, Callable[[Summary], Cell]] = {
         "": lambda row: name_of(row["method"]),

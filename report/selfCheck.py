@@ -1,8 +1,6 @@
 """`self_check`: whether a device decodes correctly, and how fast it can be, on one page (`test.py --check`). It runs
 the bundled models, times random weights, and computes where Pythia-2.8b would fit."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

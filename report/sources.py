@@ -1,8 +1,6 @@
 """The figures that the sources print (the course report, an article on contrastive decoding), and the tables in which
 perplexity and diversity stand beside them. All of it is in docs/reproduction.md."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from experiments.intervals import FEW

@@ -1,8 +1,6 @@
 """A table: rows of cells with heads. `rich` prints it on the screen and in results.txt, `markdown` writes it for the
 documentation."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ A cell is a method with the settings of its sampling, on the bundled pair in flo
 judges, and kept as soon as it is done. `make bench-peers` installs the engines.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

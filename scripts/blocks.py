@@ -1,8 +1,6 @@
 """The contents of the documentation's blocks: tables as they are printed of a record, single figures, and what is read
 from the code: layout, imports between folders, methods, flags, models."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

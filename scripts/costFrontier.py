@@ -7,8 +7,6 @@ and values of CONTEXT tokens with each of these forwards; its tokens follow from
 of the rounds of a real decoding (`experiments.theory.rounds_along`).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence

@@ -9,8 +9,6 @@ not measured again; so the same command continues after an interruption. FOLDER/
 the report's own figures beside them. The exit code is 1 if a step failed or --lossless found a difference.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -2,8 +2,6 @@
 `python -m scripts.drawRounds` decodes the texts anew, greedily and compiled, the target's own copy guessing, for
 docs/records/rounds.json, which `make docs` draws."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,6 @@ first words of a question, because the questions that a small model asks by itse
 reads the texts once, and what it has computed is kept on disk, in parts.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -256,11 +254,10 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
                 print(f"{file.name}: {len(part['tokens']):,} tokens in {part['seconds']:.0f} s", file=sys.stderr)
             with library_errors(f"{file} cannot be read", "remove it, and it is written again"):
                 with safe_open(file, "pt") as opened:
-                    if opened.metadata() != metadata:
-                        raise UserError(
-                            f"{args.data} has texts of another target, seed or version; name another --data"
-                        )
+                    is_other = opened.metadata() != metadata
                 parts.append(load_file(file))
+            if is_other:
+                raise UserError(f"{args.data} has texts of another target, seed or version; name another --data")
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0

@@ -9,8 +9,6 @@ not measured again, so it goes on where it was stopped. A record replaces the on
 project's results.txt is that of "first", `python test.py`. `python -m scripts.render` then writes the documentation.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess
@@ -42,21 +40,15 @@ PLAIN = (
     "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,generate:compiled,openvino:plain,openvino:int8,"
     "ctranslate2,vllm:plain"
 )
-OWN_COPY = f"{REAL} --draft self --draftBits 6"
+OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 5"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
     "first": ("", 1),
     "compare": ("--compare all --repeats 1 --sentences 5", 5),
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
-    "benchmark-SmolLM2": (
-        f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {COMPILED} --maxLen 128 --sentences 5",
-        5,
-    ),
-    "greedy-SmolLM2": (
-        f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {COMPILED} --maxLen 128 --sentences 5",
-        5,
-    ),
+    "benchmark-SmolLM2": (f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {OF_128}", 5),
+    "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"{BATCHES} {OWN_COPY}", 1),

@@ -4,8 +4,6 @@ The folder works without this project, and on the hub. transformers loads genera
 same folder. So the modules of this project that it needs are copied beside it, and their imports are rewritten.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import sys
@@ -29,9 +27,8 @@ def pack(argv: Sequence[str] | None) -> None:
         for module in re.findall(r"^ *from ([\w.]+) import", text, re.M):
             if (copied := ROOT / f"{module.replace('.', '/')}.py").exists():
                 files += [copied] if copied not in files else []
-                text = re.sub(
-                    rf"^( *)from {re.escape(module)} import", rf"\1from .{copied.stem} import", text, flags=re.M
-                )
+                pattern = rf"^( *)from {re.escape(module)} import"
+                text = re.sub(pattern, rf"\1from .{copied.stem} import", text, flags=re.M)
         texts[file.name] = text
     folder.mkdir(parents=True)
     shutil.copy(source / "requirements.txt", folder)

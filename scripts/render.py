@@ -8,8 +8,6 @@ alone in its line begins a block of lines; one within a line begins a block of w
 its record in a text field of its PNG file or in the comment of its GIF file: is it older than the record?
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -117,10 +115,8 @@ def render(root: Path, check: bool) -> int:
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
-        faults += [
-            f"record {name} is of other code, other flags or too few processes: make records"
-            for name in filter(records.is_stale, MEASURED)
-        ]
+        for name in filter(records.is_stale, MEASURED):
+            faults.append(f"record {name} is of other code, other flags or too few processes: make records")
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
     for path, text in changed.items():

@@ -9,8 +9,6 @@ that agrees with the target. The draft is then trained for acceptance (`rejectio
 that the target writes, as a head is (scripts/headTexts.py).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

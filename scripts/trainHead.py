@@ -9,8 +9,6 @@ trained; with --ablation, ablation-TARGET.json that of each variant. `python -m 
 OUT` keeps it for the documentation.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys
