@@ -7,10 +7,7 @@ python downloadData.py wikitext --from wiki.test.raw  texts on this machine (any
 python downloadData.py --list                         what is installed
 """
 
-from __future__ import annotations
-
 import argparse
-import itertools
 import os
 import shutil
 import sys
@@ -20,7 +17,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 from urllib.parse import urlsplit
 
 from inputs import starting
@@ -35,9 +32,6 @@ from inputs.commandLine import as_command, counted, one_line, script_parser, tex
 from inputs.files import file_errors, gigabytes, library_errors, new_folder
 from inputs.texts import ENDINGS, FOLDERS, SETS, is_saved, read, read_questions
 from utils import UserError
-
-if TYPE_CHECKING:  # Importing it takes a second.
-    from datasets import Dataset, DatasetDict
 
 # Spec-Bench is on GitHub. The commit is the last that changed the file.
 SPEC_BENCH, SPEC_BENCH_COMMIT = "hemingkx/Spec-Bench", "66230f10cb0a02aced5ef3ce1e85163c16160454"
@@ -89,7 +83,7 @@ def install_data(name: str, source: str | None = None, books: int = 10, offline:
     print(f"{name}: complete, in {folder}")
 
 
-def save_splits(name: str | Path, splits: DatasetDict, folder: Path) -> dict[str, int]:
+def save_splits(name: str | Path, splits: Any, folder: Path) -> dict[str, int]:
     """Save a data set; returns {split: rows}. Raises UserError unless `inputs.texts.load_corpora` will find texts."""
     if "test" not in splits:
         raise UserError(f"{name} has no split 'test', only {', '.join(splits)}; measurements use the test split")
@@ -143,34 +137,32 @@ def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict
     return SPEC_BENCH_COMMIT, {"test": len(read_questions(str(file)))}
 
 
-def read_splits(source: Path, folder: Path) -> DatasetDict:
-    """The texts of `--from`. A file named *train* or *valid* is that split, all others are 'test'.
+def read_splits(source: Path, folder: Path) -> Any:
+    """The texts of `--from`, a `DatasetDict`. A file named *train* or *valid* is that split, all others are 'test'.
 
     A table gives its rows, a text is one row. folder: temporary files are written beside it.
     """
-    from datasets import Dataset, DatasetDict, Value, concatenate_datasets, load_dataset, load_from_disk
+    from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
     if is_saved(source):
         saved = load_from_disk(str(source))
         return saved if isinstance(saved, DatasetDict) else DatasetDict(test=saved)
-    splits: dict[str, list[Dataset]] = {}
+    splits: dict[str, list[str]] = {}
     for path in [source] if source.is_file() else sorted(file for file in source.rglob("*") if file.is_file()):
         ending, name = path.suffix.lower(), path.stem.lower()
         if ending in TABLES:
             cache = str(folder.with_name("cache"))
             rows = load_dataset(TABLES[ending], data_files=str(path), split="train", cache_dir=cache)
-            rows = rows.select_columns("text")
-            if getattr(rows.features["text"], "dtype", "") == "large_string":  # Numbers are no text.
-                rows = rows.cast_column("text", Value("string"))
+            texts = list(rows.select_columns("text")["text"])
         elif path == source or ending in ENDINGS:
-            rows = Dataset.from_dict({"text": [read(path)]})
+            texts = [read(path)]
         else:
             continue
         split = "train" if "train" in name else "validation" if "valid" in name else "test"
-        splits.setdefault(split, []).append(rows)
-    if not any(map(len, itertools.chain(*splits.values()))):
+        splits.setdefault(split, []).extend(texts)
+    if not any(splits.values()):
         raise UserError(f"--from {source} contains no text ({', '.join((*ENDINGS, *TABLES))})")
-    return DatasetDict({split: concatenate_datasets(parts) for split, parts in splits.items()})
+    return DatasetDict({split: Dataset.from_dict({"text": texts}) for split, texts in splits.items()})
 
 
 def data_flags(argv: Sequence[str] | None) -> argparse.Namespace:

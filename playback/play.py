@@ -2,8 +2,6 @@
 that plays it back: one self-contained HTML file, made of the files in `page/`. `converse`: a conversation on the
 terminal (`test.py --chat`), in which an answer is shown as it is decoded, then its speed."""
 
-from __future__ import annotations
-
 import html
 import itertools
 import json
@@ -79,7 +77,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     return 0
 
 
-def play_turns(inputs: Inputs, sampler: Sampler, screen: Screen, turns: list[Turn]) -> None:
+def play_turns(inputs: Inputs, sampler: Sampler, screen: "Screen", turns: list[Turn]) -> None:
     """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
     `turns` when it begins."""
     settings, tokenizer, questions = inputs.settings, inputs.tokenizer, inputs.settings.texts.questions

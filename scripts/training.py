@@ -7,8 +7,6 @@ draft learns from the target's distribution first, and last from `rejection`: fr
 together (DistillSpec, arXiv 2310.08461; LK losses, arXiv 2602.23881).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -78,8 +76,8 @@ class Trainer:
     recipe: Recipe
     network: nn.Module
     label: str  # in the log
-    loss: Callable[[Trainer, int, int], Tensor]  # of the next step, on so many rows of so many tokens
-    measure: Callable[[Trainer], dict[str, Any]] = lambda trainer: {}  # more figures for the log
+    loss: Callable[["Trainer", int, int], Tensor]  # of the next step, on so many rows of so many tokens
+    measure: Callable[["Trainer"], dict[str, Any]] = lambda trainer: {}  # more figures for the log
     checkpoint: Path | None = None  # a file, written with each line of the log, from which `train` resumes
     about: Mapping[str, Any] = field(default_factory=dict)  # what a checkpoint must have in common with this training
 
