@@ -20,7 +20,7 @@ from report.tables import median, name_of
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
 from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.colors import LogNorm  # noqa: E402
+from matplotlib.colors import LogNorm, Normalize  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 plt.rcParams.update({
@@ -141,12 +141,14 @@ def draw_heat_map(
     for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:
             ratio[gammas.index(row["gamma"])] = row["speedup"][0]
-    low, high = 1 / (1 + reach), 1 + reach  # Half the speed lies opposite twice the speed.
+    # No speed-up is below 0, so where they go far beyond 2, half the speed lies opposite twice the speed.
+    low, high = (1 / (1 + reach) if reach > 1 else 1 - reach), 1 + reach
+    norm = (LogNorm if reach > 1 else Normalize)(low, high)
     axes.spines[:].set_visible(True)
-    image = axes.imshow(ratios, cmap="RdBu", norm=LogNorm(low, high), aspect="auto", origin="lower")
+    image = axes.imshow(ratios, cmap="RdBu", norm=norm, aspect="auto", origin="lower")
     for (y, x), ratio in np.ndenumerate(ratios):
         if ratio == ratio:
-            colour = "white" if abs(np.log(ratio)) > 0.6 * np.log(high) else "black"
+            colour = "white" if abs(ratio - 1) > 0.6 * reach else "black"
             weight = "bold" if ratio == np.nanmax(ratios[y]) else "normal"
             axes.text(x, y, f"{ratio:.2f}", ha="center", va="center", fontsize=8, color=colour, weight=weight)
     axes.set(xlabel="gamma", ylabel=label)
@@ -228,16 +230,6 @@ def draw_lossless(lines: Sequence[Line]) -> Figure:
     return figure
 
 
-def name_points(axes: Axes, points: Mapping[str, tuple[float, float, Any]], x: float) -> None:
-    """Write the names of points {name: (x, y, colour)} below each other at one x, with lines to the points."""
-    low, high = axes.get_ylim()
-    below = np.inf
-    for name, (*point, colour) in sorted(points.items(), key=lambda item: -item[1][1]):
-        below = min(point[1], below - 0.05 * (high - low))  # No name covers another.
-        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
-        axes.annotate(name, point, (x, below), va="center", fontsize=8, color=colour, arrowprops=line)
-
-
 def draw_trainings(record: Mapping[str, Any]) -> Figure:
     """Draw the acceptance on held-out text over the minutes of training: of a head by position, of variants one line
     each, with its name at its end."""
@@ -249,14 +241,18 @@ def draw_trainings(record: Mapping[str, Any]) -> Figure:
         lines = {"all tested guesses": lines[name]}
         for i in range(len(history[0]["acceptance"])):
             lines[f"guess {i + 1}"] = [(m["seconds"], m["acceptance"][i]) for m in history]
-    ends = {}
+    ends, below = {}, np.inf
     for number, (name, points) in enumerate(lines.items()):
         minutes, shares = [seconds / 60 for seconds, _ in points], [share for _, share in points]
         colour = DARK if number == 0 else plt.cm.tab10(number)
         axes.plot(minutes, shares, label=name, color=colour, linewidth=1.2 if number else 2.2)
         ends[f"{name}  {shares[-1]:.3f}"] = minutes[-1], shares[-1], colour
-    last = max(minutes for minutes, _, _ in ends.values())
-    name_points(axes, ends, 1.04 * last)
+    (low, high), last = axes.get_ylim(), max(minutes for minutes, _, _ in ends.values())
+    for name, (end, share, colour) in sorted(ends.items(), key=lambda item: -item[1][1]):
+        below = min(share, below - 0.05 * (high - low))  # No name covers another.
+        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
+        at = 1.04 * last, below
+        axes.annotate(name, (end, share), at, va="center", fontsize=8, color=colour, arrowprops=line)
     axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass", xlim=(0, 1.3 * last))
     axes.set_title(f"{record['models']['target']['name']}, text that is held out")
     return figure

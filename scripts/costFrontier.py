@@ -10,7 +10,7 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
 from methods.catalogue import build
-from report.figures import DARK, GREY, RED, Figure, name_points, plt
+from report.figures import DARK, GREY, RED, Figure, plt
 from report.tables import Table, markdown, span
 from scripts.keepRecord import source
 from utils import Sampling
@@ -221,17 +221,27 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
         axes.plot([0, end], [0, end / cost], color="#dddddd", linewidth=1, zorder=0)
         axes.text(0.97 * end, 0.97 * end / cost, f"{cost:g}", color=GREY, fontsize=8, backgroundcolor="white", zorder=0)
     frontier: list[tuple[float, float]] = []
-    named: dict[str, tuple[float, float, str]] = {}
+    best, boxes = 0.0, [(x["bytes"] - 0.01 * right, x["tokens"], 0.02 * right) for x in points.values()]
     for name, point in sorted(points.items(), key=lambda item: (item[1]["bytes"], -item[1]["tokens"])):
         x, y = at = point["bytes"], point["tokens"]
-        if not frontier or y > frontier[-1][1]:
-            frontier.append(at)
+        if y > best:
+            best, frontier = y, [*frontier, at]
         colour = next((colour for kind, colour in COLOURS.items() if name.startswith(kind)), DARK)
         axes.plot(x, y, "o", color=colour, markersize=6)
-        named[f"{name} ({point['gamma']})"] = x, y, colour
+        label = f"{name} ({point['gamma']})"
+        width = 0.0075 * right * len(label)
+        sides = (0.0, x + 0.012 * right), (0.02, x - 0.012 * right - width)
+        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.18, 0.18, 25)))
+        for _, up, left in nearest:  # The nearest place where it covers no point and no other label.
+            box = left, y + up * top, width
+            covers = [abs(b - box[1]) < 0.032 * top and a < left + width and left < a + w for a, b, w in boxes]
+            if left > LEFT and box[1] > 0.03 * top and not any(covers):
+                break
+        boxes.append(box)
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
+        axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line)
     axes.plot(*zip(*frontier), color=RED, linewidth=1.4, zorder=1)
-    axes.set(xlim=(LEFT, 1.45 * right), ylim=(0, top), ylabel="tokens of a round")
-    name_points(axes, named, 1.05 * right)
+    axes.set(xlim=(LEFT, right), ylim=(0, top), ylabel="tokens of a round")
     axes.set_xlabel("bytes read in a round, in units of a forward of the target")
     target = next(iter(record["models"]))
     title = f"{target}, temperature {SHOWN}, top-p {record['top_p']}; gamma, or depth, in brackets"

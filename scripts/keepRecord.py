@@ -117,8 +117,9 @@ def differing(runs: Iterable[RunLine]) -> list[str]:
     """In what runs differ that should be one experiment. A run whose code was not recorded is like no other."""
     runs = list(runs)
     versions = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
-    values = {"machine": [run["machine"] for run in runs], "code": [run.get("code") or run["run"] for run in runs]}
-    differ = [what for what, of_runs in values.items() if of_runs != of_runs[:1] * len(runs)]
+    machines, codes = [run["machine"] for run in runs], [run.get("code") or run["run"] for run in runs]
+    differ = ["machine"] * any(machine != machines[0] for machine in machines)
+    differ += ["code"] * any(code != codes[0] for code in codes)
     return differ + ["weights"] * (len(versions) > len(dict(versions)))  # two versions of one name
 
 

@@ -107,10 +107,10 @@ def render(root: Path, check: bool) -> int:
     for path in documents(root):
         old = path.read_text(encoding="utf-8")
         text, errors, stale = rendered(old, records)
-        name = path.relative_to(root)
+        page = path.relative_to(root)
         if errors and not check:
-            raise UserError(f"{name}: {errors[0]}")
-        faults += [f"{name}: {words}" for words in errors + stale]
+            raise UserError(f"{page}: {errors[0]}")
+        faults += [f"{page}: {words}" for words in errors + stale]
         changed |= {path: text} if text != old else {}
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:
