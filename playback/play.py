@@ -12,9 +12,10 @@ import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -60,7 +61,8 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     sampler = build([name], dict(models), settings.decoding)[name]
     # A rule that depends on measured times would include the pauses.
     pace = PACE if show and repeatable(name, settings.decoding) else 0
-    screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace, quiet=not show)
+    screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
+    screen.console.quiet = not show
     turns: list[Turn] = []
     try:
         play_turns(inputs, sampler, screen, turns)
@@ -81,9 +83,9 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: "Screen", turns: list[T
     """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
     `turns` when it begins."""
     settings, tokenizer, questions = inputs.settings, inputs.tokenizer, inputs.settings.texts.questions
-    generator = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
-    max_len = settings.sampling.max_len_of("show")
-    answers: list[str] = []
+    max_len, answers = settings.sampling.max_len_of("show"), list[str]()
+    options: dict[str, Any] = {"max_len": max_len, "sampling": settings.sampling.of("show"), "end_of_text": inputs.ends}
+    options["generator"] = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
     for number in range(len(questions) or 1):
         if questions:
             prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
@@ -95,15 +97,7 @@ def play_turns(inputs: Inputs, sampler: Sampler, screen: "Screen", turns: list[T
         turns.append(Turn(shown, trace.rounds))
         screen.begin(shown)
         try:
-            (text,), _ = sampler(
-                [prompt],
-                max_len=max_len,
-                sampling=settings.sampling.of("show"),
-                end_of_text=inputs.ends,
-                generator=generator,
-                callback=trace.callback,
-                observer=trace.observer,
-            )
+            (text,), _ = sampler([prompt], callback=trace.callback, observer=trace.observer, **options)
             note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
         finally:
             screen.end(trace, note)
@@ -115,7 +109,6 @@ class Screen:
 
     The kinds of tokens have colours; where the terminal or its environment variables allow none, they have marks.
     ends: tokens that end a text, which are not shown. pace: tokens a second at most, on a terminal; 0: as they come.
-    quiet: nothing is shown.
     """
 
     def __init__(
@@ -124,9 +117,8 @@ class Screen:
         file: TextIO | None = None,
         ends: Collection[int] = (),
         pace: float = 0,
-        quiet: bool = False,
     ) -> None:
-        self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True, quiet=quiet)
+        self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True)
         self.colour = self.console.color_system is not None and not self.console.no_color
         self.pause = 1 / pace if pace and self.console.file.isatty() else 0.0  # seconds a token
         self.due = 0.0  # when the next round may be shown
@@ -230,39 +222,33 @@ class Chat:
         # {method: the models that read its text}. A draft with another tokenizer reads other tokens.
         readers = [models["target"]] if inputs.translation else list(models.values())
         self.readers = {"target": [models["target"]], "speculative": readers}
-        self.generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
+        generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
+        self.options: dict[str, Any] = {"sampling": self.settings.sampling.of("show"), "generator": generator}
         self.max_len = self.settings.sampling.max_len_of("show")
         self.context = min(model.context for model in models.values())
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.console = Console(highlight=False, soft_wrap=True)
         self.questions, self.answers = list[str](), list[str]()
 
-    def prompt(self) -> list[int]:
-        """The conversation in tokens. The oldest questions and answers are left out where the context is too short."""
-        while True:
-            tokens = encode_chat(self.questions, self.answers, self.tokenizer, self.settings.models.target)
-            if len(tokens) + self.max_len <= self.context or not self.answers:
-                return tokens
-            del self.questions[0], self.answers[0]
-
     def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
-        """Decode an answer, until Ctrl-C at most."""
-        count, pieces, prompt = itertools.count(1), Pieces(self.tokenizer), self.prompt()
+        """Decode an answer, until Ctrl-C at most. Where the context is too short for the conversation, its oldest
+        questions and answers are left out."""
+        encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.settings.models.target)
+        while len(prompt := encode(self.questions, self.answers)) + self.max_len > self.context and self.answers:
+            del self.questions[0], self.answers[0]
+        count, pieces = itertools.count(1), Pieces(self.tokenizer)
 
         def show(round: Round) -> None:
             for style, tokens in ("dim", round.accepted), ("", round.target):
                 self.write("".join(pieces.add(token) for token in tokens if token not in self.inputs.end_tokens), style)
 
-        trace = Trace(show) if shown else Trace()
+        def ends(row: int, token: int) -> bool:
+            return self.inputs.ends(row, token) or next(count) == max_len
+
+        trace, room = Trace(show) if shown else Trace(), max(min(ROOM, self.context) - len(prompt), max_len)
         with suppress(KeyboardInterrupt):
-            self.samplers[method](
-                [prompt],
-                max_len=max(min(ROOM, self.context) - len(prompt), max_len),
-                sampling=self.settings.sampling.of("show"),
-                end_of_text=lambda row, token: self.inputs.ends(row, token) or next(count) == max_len,
-                generator=self.generator,
-                callback=trace.callback,
-            )
+            sampler = self.samplers[method]
+            sampler([prompt], max_len=room, end_of_text=ends, callback=trace.callback, **self.options)
         for model in self.readers[method] if trace.rounds else ():
             model.remembered = [*prompt, *trace.tokens[:-UNREAD]]
         if shown:

@@ -49,6 +49,7 @@ EAGER = (  # methods whose speed-up is quoted of the table of all methods
     "targetConfidence", "costAware", "tree", "contrastive", "speculativeContrastive",
 )  # fmt: skip
 ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
+DISTANCE = "visible distance"
 WIDTH = 119  # characters of a line of the layout
 OTHERS = {  # folders without code, and their descriptions in the layout
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
@@ -59,19 +60,12 @@ OTHERS = {  # folders without code, and their descriptions in the layout
 
 
 def printed(
-    name: str,
-    titles: str,
-    records: Records,
-    columns: str = "",
-    rows: str = "",
-    by: str = "",
-    notes: bool = False,
-    audited: bool = False,
+    name: str, titles: str, records: Records, columns: str = "", rows: str = "", by: str = "", notes: bool = False
 ) -> str:
     """The tables of a record whose titles match a pattern, and a line on how they were measured.
 
-    columns, rows: see `markdown`. by: the column by which rows are sorted, the largest figure first. notes: with the
-    sentences under the tables. audited: with the bound of each row's text that docs/engines.md has.
+    columns, rows: see `markdown`; the column DISTANCE is the bound of each row's text that docs/engines.md has. by: the
+    column by which rows are sorted, the largest figure first. notes: with the sentences under the tables.
     """
     parts, taken = [], False
     for piece in pieces_of_run(*records[name]):
@@ -80,11 +74,11 @@ def printed(
                 if by:
                     at = piece.titles().index(by)
                     piece = replace(piece, rows=sorted(piece.rows, key=lambda row: -cast(Measured, row[at]).value))
-                if audited:
+                if DISTANCE in columns:
                     cells_of = [cell for cell in records["engines"][0]["cells"] if cell.items() >= FIRST.items()]
                     bounds = {name_of(cell["method"]): bound(cell) for cell in cells_of}
                     cells: list[list[Cell]] = [[*row, bounds.get(str(row[0]), "")] for row in piece.rows]
-                    piece = replace(piece, heads=[*piece.heads, "visible distance"], rows=cells)
+                    piece = replace(piece, heads=[*piece.heads, DISTANCE], rows=cells)
                 medians = f"; medians{notation(piece)}" if notation(piece) and "medians" not in piece.title else ""
                 parts.append(f"{markdown(piece, columns, rows)}\n\n{piece.title}{medians}.")
                 parts += [piece.notes] if notes and piece.notes else []
@@ -357,9 +351,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "over-plain-block": partial(row_ratio, PAIR, "block", "target"),
     "over-assisted": partial(row_ratio, PAIR, "fixed", "generate:assisted"),
     "over-no-cache": partial(row_ratio, PAIR, "fixed", "speculativeNoCache"),
-    "real-best": partial(
-        printed, REAL, "Speed:", columns=f"{OF_PLAIN} | visible distance", rows=FASTEST, by="tokens/s", audited=True
-    ),
+    "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | {DISTANCE}", rows=FASTEST, by="tokens/s"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=OF_PLAIN, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
     **{f"cost-{target}": partial(cost_tables, target) for target in COSTED},

@@ -221,9 +221,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     def keep() -> None:
         records = Records(root)
         known = [*MEASURED, *records.files]
-        for name in args.name:  # before any is measured, which takes hours
-            if name not in known:
-                raise UserError(f"no record with the name {name!r} is measured or copied, but {', '.join(known)}")
+        if unknown := [name for name in args.name if name not in known]:  # before any is measured, which takes hours
+            raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {', '.join(known)}")
         args.folder.mkdir(exist_ok=True)
         failed = []
         for name in args.name or filter(records.is_stale, MEASURED):

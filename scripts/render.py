@@ -90,12 +90,12 @@ def digest_of(picture: str, records: Records) -> str:
 
 def picture_fault(picture: str, records: Records) -> str:
     """What is wrong with a picture, or nothing."""
-    if not (records.root / picture).exists():
-        return "is missing"
-    with Image.open(records.root / picture) as image:
-        digest = image.info.get(DIGEST) or image.info.get("comment", b"").decode()
     try:
+        with Image.open(records.root / picture) as image:
+            digest = image.info.get(DIGEST) or image.info.get("comment", b"").decode()
         return "" if digest == digest_of(picture, records) else "was drawn from another record"
+    except FileNotFoundError:
+        return "is missing"
     except UserError as error:
         return f"has no record: {error}"
 
