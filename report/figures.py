@@ -121,7 +121,7 @@ def draw_sweep(lines: Sequence[Line]) -> Figure:
     axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     if several:
         rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
-        draw_heat_map(figure, grid[0, 1], rows, "temperature")
+        draw_heat_map(grid[0, 1], rows, "temperature")
     return figure
 
 
@@ -131,9 +131,7 @@ def reach_of(rows: Mapping[Any, Prediction]) -> float:
     return np.nanmax(np.abs(np.array(ratios) - 1), initial=0.05)
 
 
-def draw_heat_map(
-    figure: Figure, axes: Axes, rows: Mapping[Any, Prediction], label: str, reach: float | None = None
-) -> None:
+def draw_heat_map(axes: Axes, rows: Mapping[Any, Prediction], label: str, reach: float | None = None) -> None:
     """Draw the speed-up as colours, gamma by row: blue where it is above 1, red where it is below. label: what the rows
     are. reach: how far from 1 the colours go; None: as far as the speed-ups."""
     gammas = list(dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"]))
@@ -156,7 +154,7 @@ def draw_heat_map(
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_title("speed-up over plain decoding; bold: the best gamma")
     ticks = [tick for tick in (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4) if low <= tick <= high]
-    figure.colorbar(image, ax=axes, pad=0.02).set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
+    axes.figure.colorbar(image, ax=axes, pad=0.02).set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks], minor=False)
 
 
 def draw_batches(lines: Sequence[Line]) -> Figure:
@@ -172,7 +170,7 @@ def draw_batches(lines: Sequence[Line]) -> Figure:
     figure, grid = plt.subplots(1, len(panels), figsize=(12, height), squeeze=False)
     reach = max(reach_of(rows) for rows in panels.values())
     for axes, (title, predictions) in zip(grid[0], panels.items()):
-        draw_heat_map(figure, axes, predictions, "batch (tokens/s of plain decoding)", reach)
+        draw_heat_map(axes, predictions, "batch (tokens/s of plain decoding)", reach)
         axes.set_title(f"speed-up, {title}; bold: the best gamma")
     return figure
 

@@ -407,7 +407,7 @@ def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
     costs = [line for line in lines if line["kind"] == "costs"]
     figure, axes = figures.plt.subplots()
     rows = {cost["temperature"]: predict(swept_texts(lines, cost), cost) for cost in costs}
-    figures.draw_heat_map(figure, axes, rows, "temperature")
+    figures.draw_heat_map(axes, rows, "temperature")
     cells = [(text.get_text(), text.get_weight()) for text in axes.texts]
     assert cells == [("1.50", "normal"), ("2.00", "bold"), ("1.25", "bold"), ("0.50", "normal")]
     both = figures.draw_sweep(lines)
