@@ -58,6 +58,14 @@ def refused(*words):
     return pytest.raises(UserError, check=lambda e: "\n" not in str(e) and all(word in str(e) for word in words))
 
 
+def one_line(capsys, *words, script="test.py"):
+    """What a script printed. Of an error it is the one line of a user's error, in which all `words` appear."""
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"{script}: error: ") and captured.err.count("\n") == 1, captured.err
+    assert captured.err[-1] == "\n" and all(word in captured.err for word in words), captured.err
+    return captured
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen_heap():
     """What the process has imported and collected so far is of no interest to garbage collections: a full one visits

@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import mmap
 import os
+import time
 from types import SimpleNamespace
 
 import torch
@@ -49,6 +50,14 @@ def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, cont
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(sharpness / 4)
     return CachedModel(model, vocabulary, f"{family}-{seed}")
+
+
+def wait_for(condition, seconds=60):
+    """Whether a condition comes true in time."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    return condition()
 
 
 def random_codes(out, size, bits, group=32):

@@ -13,7 +13,7 @@ from functools import partial
 import helpers
 import pytest
 import torch
-from conftest import CONTEXT, END_OF_TEXT, of_kind, prompted, refused
+from conftest import CONTEXT, END_OF_TEXT, of_kind, one_line, prompted, refused
 from huggingface_hub import constants
 from localHub import Repository
 from transformers import AutoModelForCausalLM
@@ -41,14 +41,6 @@ PROMPTS = (
     "$x^2$ \\frac{ <script>alert(1)</script> [bold]",
     "x",
 )
-
-
-def one_line(capsys, *words):
-    """The one line that a user sees of what went wrong."""
-    captured = capsys.readouterr()
-    assert captured.err.startswith("test.py: error: ") and captured.err.count("\n") == 1, captured.err
-    assert all(word in captured.err for word in words), captured.err
-    return captured
 
 
 @pytest.fixture
