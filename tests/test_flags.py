@@ -8,80 +8,69 @@ import os
 import random
 import re
 import socket
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import pytest
-from conftest import refused
+from conftest import ROOT, refused
 
 from experiments import flags
 from experiments.flags import FLAGS, parser
 from experiments.settings import parse
-from inputs.commandLine import Parser
+from inputs.commandLine import Parser, as_command
 from methods import catalogue
 from methods.catalogue import METHODS, Method, Role, build, choose, repeatable
 from methods.samplers import Decoding
+from utils import UserError
 
 # Wrong for every flag that takes a number, or one of several words.
-SCRIBBLE = ["", " ", "x", "-", "nan", "inf", "-inf", "1e999", "\u0663", "\uff11", "1_0", "0x10", "1 2", "1,5", "None"]
+SCRIBBLE = [" ", "x", "-", "nan", "inf", "-inf", "1e999", "\u0663", "\uff11", "1_0", "0x10", "1 2", "1,5", "None"]
 SCRIBBLE += ["\udcff", "9" * 5000, "-" + "9" * 5000, "\ud83d\ude00", "two\nlines", "{}", "%s", "'", "1;", "\u22121"]
 
 
-class Whole:
-    """A whole number from `least` to `most`: what is right, and what is wrong."""
+@dataclass
+class Kind:
+    """Values of a flag that are right, and that are wrong, beside ""; alone: wrong unless other flags are given."""
 
-    def __init__(self, least, most=10**9, more=()):
-        self.right = [str(least), str(most), "+" + str(least), "00" + str(most)]
-        self.wrong = [*SCRIBBLE, "1.5", "1e3", str(least - 1), str(most + 1), str(2**63), str(10**30), str(-(10**30))]
-        self.wrong += more
-
-
-class Number:
-    """A number from `least` to `most`, nan being none."""
-
-    def __init__(self, least, most, more=()):
-        self.right = [repr(least or 0.0), str(most), f"{most:e}"]
-        self.wrong = [*SCRIBBLE, "1e", "e1", ".", "infinity", repr(most * 1.001), str(10**400), "-0.001", "-1", *more]
+    right: Sequence[str] = ("x",)
+    wrong: Sequence[str] = ()
+    alone: Sequence[str] = ()
 
 
-class Name:
-    """A name or a path. wrong: those known to be; alone: wrong unless other flags are given."""
-
-    def __init__(self, right=("x",), wrong=(), alone=()):
-        self.right, self.wrong = right, ["", *wrong, *alone]
-        self.always = ["", *wrong]
+def whole(least, most=10**9):
+    wrong = ["1.5", "1e3", str(least - 1), str(most + 1), str(2**63), str(10**30), str(-(10**30))]
+    return Kind([str(least), str(most), f"+{least}", f"00{most}"], [*SCRIBBLE, *wrong])
 
 
-class Choice(Name):
-    def __init__(self, *right):
-        super().__init__(right, ["x", right[0] + " ", right[0].upper() + "X", "\u0660", *SCRIBBLE])
+def number(least, most):
+    wrong = ["1e", "e1", ".", "infinity", repr(most * 1.001), str(10**400), "-0.001", "-1"]
+    return Kind([repr(least or 0.0), str(most), f"{most:e}"], [*SCRIBBLE, *wrong])
 
 
-class Switch:
-    """Takes no value."""
-
-    right, wrong = (), ["=", "=1", "=x"]
+def choice(words):
+    return Kind(words, ["x", words[0] + " ", words[0].upper() + "X", "\u0660", *SCRIBBLE])
 
 
-DEVICE = Name(
+SWITCH = Kind((), ["=", "=1", "=x"])
+DEVICE = Kind(
     ["cpu"], ["gpu", "cpu:1", "cpu:x", "meta", "hpu", "privateuseone", "cuda:x", "cuda:\u0663", "CPU", "\udcff"]
 )
-OUT = Name(["."], ["nowhere", __file__, "\udcff", "x" * 5000])
-FILE = Name(alone=["nowhere", ".", "x" * 5000])
+FILE = Kind(alone=["nowhere", ".", "x" * 5000])
 TINY, NONE = ["1e-5", "1e-300"], ["0", "0.0", "1e-999"]
 
 # What the declaration of a flag does not say of its values: another kind, or numbers that are wrong as well.
 SPECIAL = {
     "test": {
-        "--compare": Name(["all", "block, target"], ["blok", "target,,block", "all,x", "block;", ","], ["cascade"]),
-        "--sweep": Switch,
-        "--lossless": Name(["all", "block,target"], ["blok", "draft", "contrastive", "block,", ","], ["cascade"]),
+        "--compare": Kind(["all", "block, target"], ["blok", "target,,block", "all,x", "block;", ","], ["cascade"]),
+        "--sweep": SWITCH,
+        "--lossless": Kind(["all", "block,target"], ["blok", "draft", "contrastive", "block,", ","], ["cascade"]),
         "--audit": FILE,
-        "--rerun": Name(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
-        "--html": Name(["page.html"], ["nowhere/page.html", "."]),
+        "--rerun": Kind(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
+        "--html": Kind(["page.html"], ["nowhere/page.html", "."]),
         "--device": DEVICE,
-        "--draftDevice": Name(DEVICE.right, [*filter(None, DEVICE.wrong), "auto"]),
-        "--tree": Name(("3,2,1,1", "3/2,1,0", "auto"), ["0", "3,0", "3/1,1", "9,9", "-1", "Auto", "1.5"]),
+        "--draftDevice": replace(DEVICE, wrong=[*DEVICE.wrong, "auto"]),
+        "--tree": Kind(["3,2,1,1", "3/2,1,0", "auto"], ["0", "3,0", "3/1,1", "9,9", "-1", "Auto", "1.5"]),
         "--draftTemperature": TINY,
         "--draftTop_p": NONE,
         "--amateurTemperature": ["0", *TINY],
@@ -89,24 +78,24 @@ SPECIAL = {
         "--temperature": TINY,
         "--top_p": NONE,
         "--repetition_penalty": ["0", "0.0099"],
-        "--dataset": Name(["sample"], alone=["nowhere", "x" * 5000, "two\nlines"]),
-        "--prompt": Name(wrong=["\n", "\udcff"]),
-        "--question": Name(wrong=["\n\n", "\udcff"]),
+        "--dataset": Kind(["sample"], alone=["nowhere", "x" * 5000, "two\nlines"]),
+        "--prompt": Kind(wrong=["\n", "\udcff"]),
+        "--question": Kind(wrong=["\n\n", "\udcff"]),
         "--promptFile": FILE,
-        "--prompts": Name(alone=["nowhere", ".", "x" * 5000, "specbench"]),
+        "--prompts": Kind(alone=["nowhere", ".", "x" * 5000, "specbench"]),
         "--window": ["512"],  # no more than the stride
         "--stride": ["1024"],
-        "--out": Name(["new", "new/er"], ["", __file__, "/dev/null", "/dev/null/new", "x" * 5000]),
+        "--out": Kind(["new", "new/er"], [__file__, "/dev/null", "/dev/null/new", "x" * 5000]),
     },
     "downloadModel": {
-        "models": Name(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),
-        "--gguf": Name(wrong=["nowhere.gguf", __file__]),
+        "models": Kind(["a/b"], ["x", "a/b/c", "../x", "a/..", "a b/c", "\u0663/\u0663", "https://a/b", *SCRIBBLE]),
+        "--gguf": Kind(wrong=["nowhere.gguf", __file__]),
     },
-    "downloadData": {"names": Name(["wikitext"], alone=["x", "pg", *SCRIBBLE]), "--from": Name(alone=["nowhere"])},
-    "trainBundled": {
-        "--texts": Name(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
+    "downloadData": {"names": Kind(["wikitext"], alone=["x", "pg", *SCRIBBLE]), "--from": Kind(alone=["nowhere"])},
+    "scripts.trainBundled": {
+        "--texts": Kind(wrong=["nowhere", "nowhere:x", f"{__file__}:0", f"{__file__}:-1", f"{__file__}:x"]),
         "--minutes": ["0"],
-        "--out": OUT,
+        "--out": Kind(["."], ["nowhere", __file__, "\udcff", "x" * 5000]),
         "--device": DEVICE,
     },
 }
@@ -114,28 +103,29 @@ SPECIAL = {
 
 def table(parser, script):
     """{flag: its kind} of a script's parser."""
+    names = {(action.option_strings or [action.dest])[-1]: action for action in parser._actions}
     return {
-        (action.option_strings or [action.dest])[-1]: kind_of(action, script)
-        for action in parser._actions
-        if action.dest not in ("help", "version")
+        name: kind_of(action, SPECIAL[script].get(name, []))
+        for name, action in names.items()
+        if name not in ("--help", "--version")
     }
 
 
-def kind_of(action, script):
+def kind_of(action, special):
     """What the declaration of a flag says is right and wrong, and what SPECIAL adds."""
-    special = SPECIAL[script].get((action.option_strings or [action.dest])[-1], [])
-    limits = dict(getattr(action.type, "keywords", {}))
-    if not isinstance(special, list):
+    if isinstance(special, Kind):
         return special
     if action.nargs == 0:
-        return Switch
+        return SWITCH
     if action.choices:
-        return Choice(*map(str, action.choices))
-    return (Whole if limits.pop("kind") is int else Number)(**limits, more=special) if limits else Name()
+        return choice([*map(str, action.choices)])
+    limits = dict(getattr(action.type, "keywords", {}))
+    kind = (whole if limits.pop("kind") is int else number)(**limits) if limits else Kind()
+    return replace(kind, wrong=[*kind.wrong, *special])
 
 
 # Flags without which a script stops for another reason, or says which models it takes.
-BASE = {"test": ["--target", "t", "--draft", "d"], "trainBundled": ["--texts", __file__]}
+BASE = {"test": ["--target", "t", "--draft", "d"], "scripts.trainBundled": ["--texts", __file__]}
 # What each script may not touch before its flags are known to be right.
 GUARDED = {
     "test": [
@@ -146,11 +136,10 @@ GUARDED = {
     ],
     "downloadModel": ["downloadModel.download_model", "downloadModel.print_folders"],
     "downloadData": ["downloadData.install_data", "inputs.hub.print_folders"],
-    "trainBundled": [
+    "scripts.trainBundled": [
         f"scripts.trainBundled.{name}" for name in ("ByteLevelBPETokenizer", "PreTrainedTokenizerFast", "train_model")
     ],
 }
-MODULES = {"trainBundled": "scripts.trainBundled"}
 
 
 @dataclass
@@ -167,37 +156,28 @@ class Script:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             assert self.main([*BASE.get(self.name, []), *arguments]) == 2, arguments
         said = err.getvalue()
-        script = self.name if self.name in MODULES else f"{self.name}.py"
+        script = f"{self.name}.py" if (ROOT / f"{self.name}.py").exists() else self.name.split(".")[-1]
         assert said.startswith(f"{script}: error: ") and said.count("\n") == 1 and said[-1] == "\n", said
         assert out.getvalue() == "" and os.listdir() == [], arguments
 
 
-class Made(Exception):
-    """Raised with the parser that a script has made."""
-
-
 @pytest.fixture(scope="module", params=SPECIAL)
 def script(request, cli, tmp_path_factory):
-    name = request.param
-    module = cli if name == "test" else importlib.import_module(MODULES.get(name, name))
-
-    def made(parser, _):
-        raise Made(parser)
+    name, parsers = request.param, []
+    module = cli if name == "test" else importlib.import_module(name)
 
     def touched(*_, **__):
         pytest.fail("this was reached with a wrong flag")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parser, "parse_args", made)
-        with pytest.raises(Made) as caught:
-            module.main([])
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Parser, "parse_args", lambda parser, _: parsers.append(parser) or sys.exit())
+        module.main([])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp(name))
         patch.setattr(socket.socket, "connect", touched)
-        for each in GUARDED[name]:
-            patch.setattr(each, touched)
-        parser = caught.value.args[0]
-        yield Script(name, module.main, parser, table(parser, name))
+        for function in GUARDED[name]:
+            patch.setattr(function, touched)
+        yield Script(name, module.main, *parsers, table(*parsers, name))
 
 
 def said(flag, value):
@@ -207,23 +187,20 @@ def said(flag, value):
     return [flag, value] if flag.startswith("-") else [value]
 
 
-def test_what_is_special_is_a_flag(script):
-    assert SPECIAL[script.name].keys() <= script.table.keys()
-
-
 def test_what_the_table_calls_right_is_taken(script):
+    assert SPECIAL[script.name].keys() <= script.table.keys()
     for flag, kind in script.table.items():
         for value in kind.right or [None]:
             script.parser.parse_args([*BASE.get(script.name, []), *said(flag, value)])
 
 
 def test_every_wrong_value_of_every_flag_is_one_line(script):
-    """Also where a right value of the same flag follows."""
+    """A number and one of several words also where a right value of the same flag follows."""
     for flag, kind in script.table.items():
-        for value in kind.wrong:
+        for value in ["", *kind.wrong, *kind.alone]:
             script.refuses(*said(flag, value))
-            if isinstance(kind, (Whole, Number, Choice)):
-                script.refuses(*said(flag, SCRIBBLE[0]), *said(flag, kind.right[0]))
+        if SCRIBBLE[0] in kind.wrong:
+            script.refuses(*said(flag, ""), *said(flag, kind.right[0]))
 
 
 def test_a_flag_without_its_value_and_an_unknown_one_are_one_line(script):
@@ -239,9 +216,8 @@ def test_a_flag_without_its_value_and_an_unknown_one_are_one_line(script):
 def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, seed):
     draw = random.Random(seed)
     wrong, *others = draw.sample(sorted(script.table.keys() - {"models", "names"}), min(5, len(script.table) - 1))
-    kind = script.table[wrong]
     words = [said(flag, draw.choice(list(script.table[flag].right) or [None])) for flag in others]
-    words.insert(draw.randint(0, len(words)), said(wrong, draw.choice(getattr(kind, "always", kind.wrong))))
+    words.insert(draw.randint(0, len(words)), said(wrong, draw.choice(["", *script.table[wrong].wrong])))
     script.refuses(*itertools.chain(*words))
 
 
@@ -252,11 +228,9 @@ CLASHES = """
 --draft lookup --draftTop_p 1 | --draft lookup --lookupFirst
 --draft self --draftDevice cpu | --draft self --mid m | --draft self --draftVocab 9 | --draft self --contrastive
 --draft self --diversity | --draft self --compare contrastive | --draft self --show --contrastive
---draft self --speedMulti | --draft head | --target head
---head h --draft head --mid head | --head h --draft head --draftDevice cpu | --head h --draft head --ppl
+--draft self --speedMulti | --draft head | --target head | --target self | --target self --draft self
 --head h --draft head --contrastive | --head h --draft head --compare contrastive
---head h --draft head --compare speculativeNoCache | --head h --draft head --diversity
---target self | --target self --draft self | --target lookup
+--head h --draft head --compare speculativeNoCache | --head h --draft head --diversity | --target lookup
 --draftBits 7 | --draftBits 5 | --draftBits 5 --draft lookup | --draftBits 5 --compare block
 --draftVocab 9 --ppl | --draftVocab 9 --draft lookup | --draftVocab 9 --contrastive | --draftVocab 9 --diversity
 --draftVocab 9 --compare contrastive | --draftVocab 9 --show --contrastive
@@ -330,6 +304,7 @@ USELESS = f"""
 --speed --treeRule topDown | --speed --tree 2,1 --gamma 3 | --compare tree --treeRule=topDown
 --speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
 --speed --tokens 3 | --ppl --batch 3 | --speed --draftBits 4 | --speed --writtenIn float32
+--sweep --batch 2 | --show --prompt x --batch 2 | --html page.html --prompt x --batch 2
 """
 
 
@@ -363,3 +338,18 @@ def test_new_tokens_of_a_mode_unless_they_are_said():
     argv = ["--target", "x", "--draft", "y", "--speedNew", "--maxLen", "7", "--temperature", "0.5"]
     found = parse(argv).sampling
     assert found.max_len_of("speedNew") == 7 and found.of("diversity").temperature == 0.5
+
+
+def test_prompts_with_categories_are_timed_and_not_scored_unless_that_is_said():
+    measuring = parse(["--target", "x", "--draft", "y", "--prompts", "sample"]).measuring
+    assert list(measuring.groups) == ["speed"] and not measuring.ppl
+
+
+def test_an_error_is_one_line_and_what_is_no_users_error_is_not_hidden(capsys):
+    def stops(error):
+        raise error
+
+    assert as_command("x.py", lambda: stops(UserError("a name\nof two lines")), "") == 2
+    assert capsys.readouterr().err == "x.py: error: a name of two lines\n"
+    with pytest.raises(ZeroDivisionError):
+        as_command("x.py", lambda: stops(ZeroDivisionError()), "")
