@@ -1,32 +1,142 @@
-"""`test.py --batch`: a queue of texts is timed and tested; its figures, its memory, its graphs, and what is refused."""
+"""A queue of texts in a batch: rows that end make room, and no text depends on its neighbours. `test.py --batch`: a
+queue is timed and tested; its figures, its memory, and what is refused."""
 
-from types import SimpleNamespace
+import copy
+import functools
 
 import helpers
 import pytest
 import torch
-from conftest import few_mistakes, lines_of, of_kind, prompted, refused
-from test_queue import PROMPTS
-from test_speed import measurement
+from conftest import few_mistakes, lines_of, of_kind, one_line, prompted, refused
+from test_speed import measurement, timed_stand_ins
 
-from decoding.rows import Record
+from decoding.rows import Rows
 from engine.cachedModel import CachedModel
+from engine.compiling import compiled
 from engine.kvCache import cache_bytes
-from experiments import prepare, settings
 from experiments.intervals import summarize
-from experiments.speed import WARM, ends_after, time_texts
+from experiments.speed import WARM, ends_after
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
 from lossless.trial import logits_as_written
+from methods.catalogue import build
+from methods.drafters import ModelDrafter
+from methods.samplers import Decoding
 from regrSampling import regrSampling
+from specSampling import specSampling
 from utils import GREEDY, Sampling
+
+FREE = Sampling(1.0, 0, 1.0)
+ENDS = {3, 17, 40}  # Tokens that end a text: texts have many lengths.
+TEXTS = 12
+PROMPTS = [[(7 * i + j) % 60 for j in range(1 + 5 * i % 9)] for i in range(TEXTS)]
+
+
+@functools.cache
+def models(engine=False):
+    """{role: model}."""
+    target, draft, mid = (helpers.tiny(seed=seed, layers=1, sharpness=2.0) for seed in (0, 0, 1))
+    noise = torch.Generator().manual_seed(5)
+    for weight in draft.model.parameters():  # A draft that is often right.
+        weight.data += 0.02 * torch.randn(weight.shape, generator=noise)
+    roles = {"target": target, "draft": draft, "mid": mid}
+    copies = {role: CachedModel(copy.deepcopy(m.model), m.vocabulary) for role, m in roles.items()}
+    return {role: compiled(model) for role, model in copies.items()} if engine else roles
+
+
+METHODS = ["target", "fixed", "block", "additive", "draftConfidence", "targetConfidence", "lookup", "lookupFirst"]
+METHODS += ["cascade", "tree"]
+DECODING = Decoding(gamma=3, gamma2=3, draft_threshold=0.3, target_threshold=0.2, tree="3,2", ngram=1)
+
+
+def written(method, batch, models, sampling=FREE, texts=TEXTS):
+    options = {"max_len": 24, "sampling": sampling, "end_of_text": lambda text, token: token in ENDS}
+    generators = [torch.Generator().manual_seed(i) for i in range(texts)]
+    return build([method], models, DECODING)[method](PROMPTS[:texts], generator=generators, batch=batch, **options)
+
+
+PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize("engine", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("method, sampling", [*((name, FREE) for name in METHODS), ("fixed", PENALISED)])
+def test_a_text_is_the_same_at_every_batch_size(method, sampling, engine):
+    alone, _ = written(method, 1, models(engine), sampling)
+    assert len({len(text) for text in alone}) > 3  # Rows end at different times.
+    for batch in (3, None):
+        texts, records = written(method, batch, models(engine), sampling)
+        assert texts == alone and (method == "target" or any(sum(record.drafted) for record in records))
+        assert [record.tokens for record in records] == list(map(len, texts))
+        assert all(record.ttft > 0 for record in records)
+
+
+def test_waiting_does_not_count_as_time_to_the_first_token():
+    _, records = written("target", 1, models(), texts=4)
+    assert records[0].begun == 0 and all(a.times[-1] <= b.begun < b.times[0] for a, b in zip(records, records[1:]))
+    assert all(record.seconds == record.times[-1] - record.begun for record in records)
+
+
+def test_a_row_that_reads_its_predecessors_slots_is_caught():
+    right, _ = written("fixed", 3, models())
+    wrong, _ = written("fixed", 3, models() | {"target": PredecessorTarget(models()["target"])})
+    assert wrong[:3] == right[:3] and wrong != right
+
+
+def test_seeds_that_belong_to_rows_are_caught(monkeypatch):
+    """The mistake that invites itself: the generator of a row, not of its text."""
+    honest = Rows.uniform
+
+    def by_row(self, counts, *args, **named):
+        numbers, self.numbers = self.numbers, list(range(self.size))
+        try:
+            return honest(self, counts, *args, **named)
+        finally:
+            self.numbers = numbers
+
+    right, _ = written("target", 3, models())
+    monkeypatch.setattr(Rows, "uniform", by_row)
+    assert written("target", 3, models())[0] != right
+
+
+# Rows.
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gpt2", "opt"])
+def test_the_context_may_be_filled_to_its_last_token(family):
+    """Guesses past a row's end must not index past a learned position table, nor disturb what is committed."""
+    target = helpers.tiny(family, context=32)
+    prompts = [[5, 9, 2, 7] * 3, [11]]  # one row ends long before the other
+    tokens, _ = specSampling(prompts, target, ModelDrafter(helpers.tiny(family, context=32)), 20, 6, GREEDY)
+    assert tokens == [regrSampling([p], target, 20, GREEDY)[0][0] for p in prompts]
+
+
+def test_what_cannot_work_is_refused_before_work():
+    target, draft = helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
+    drafter, before = ModelDrafter(draft), (target.forwards, draft.forwards)
+    with pytest.raises(ValueError, match="generators"):
+        regrSampling(PROMPTS, target, 9, generator=[torch.Generator()])
+    for match, call in {
+        "1 row or more": lambda: written("target", 0, models()),
+        "empty": lambda: specSampling([[1], []], target, drafter),
+        "prompt is": lambda: regrSampling([], target),
+        "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),
+        "maxLen": lambda: regrSampling([[1]], target, 0),
+        "vocabulary": lambda: regrSampling([[61]], target, 10),
+        "exceed the context": lambda: regrSampling([[1] * 100], target, 29),
+    }.items():
+        with refused(match):
+            call()
+    short = ModelDrafter(helpers.tiny(seed=1, context=64))
+    with refused("gpt_neox-1"):
+        specSampling([[1] * 30], target, short, 40)
+    assert (target.forwards, draft.forwards) == before
+
+
+# Figures.
 
 
 def queue(method, repeat, throughput):
     return {"method": method, "repeat": repeat, "batch": 2, "texts": 3, "throughput": throughput}
-
-
-# Figures.
 
 
 def test_throughput_and_speed_up_are_of_queues_and_the_rest_of_texts():
@@ -38,37 +148,30 @@ def test_throughput_and_speed_up_are_of_queues_and_the_rest_of_texts():
     assert summarize(texts, queues=queues[:2])[1]["speedup"][0] != 9  # Other repeats are no pair.
 
 
-def test_the_beginning_of_a_queue_has_every_size_and_a_cache_as_large_as_ever():
+@pytest.mark.parametrize("method", ["target", "fixed"])
+def test_a_beginning_ends_where_it_should_with_every_size_and_a_cache_as_large_as_ever(method):
     target, sizes = helpers.tiny(), []
-    forward = target.forward
+    forward, sampler = target.forward, build([method], models() | {"target": target}, DECODING)[method]
     target.forward = lambda tokens, *rest, **named: sizes.append(len(tokens)) or forward(tokens, *rest, **named)
-    texts, _ = regrSampling([[5, 9, 2]] * 4, target, 40, end_of_text=ends_after(3, 4), batch=4)
-    assert list(map(len, texts)) == [9, 6, 3, 3] and list(dict.fromkeys(sizes)) == [4, 2, 1]
-    assert target.cache.capacity == 43
+    for batch, lengths in (4, [9, 6, 3, 3]), (1, [3]):
+        texts, _ = sampler([[5, 9, 2]] * batch, max_len=40, end_of_text=ends_after(3, batch), batch=batch)
+        assert list(map(len, texts)) == lengths and target.cache.capacity == 43
+    assert method == "fixed" or list(dict.fromkeys(sizes)) == [4, 2, 1]
 
 
 def test_methods_take_turns_and_each_text_has_its_own_seed():
-    calls = []
-
-    def method(name):
-        def run(prompts, generators, batch, first=None):
-            calls.append((name, len(prompts), batch, first))
-            tokens = [torch.randint(0, 1000, (2,), generator=generator).tolist() for generator in generators]
-            records = [Record([i + 1.0, i + 3.0], [1, 1], [0, 0], [0, 0], begun=float(i)) for i in range(len(prompts))]
-            return tokens, records
-
-        return run
-
-    prompts = [[1], [2, 3], [4]]
-    timed = list(time_texts({name: method(name) for name in "AB"}, prompts, 2, 7, "cpu", batch=2, warm_up=1))
-    turns = [queue["method"] for _, queue in timed]
-    timed_calls = [call for name in turns for call in ((name, 2, 2, WARM), (name, 3, 2, None))]
-    assert calls == [("A", 2, 2, None), ("B", 2, 2, None), *timed_calls]
+    prompts, calls = [[1], [2, 3], [4]], []
+    timed = timed_stand_ins("AB", calls, prompts=prompts, batch=2, warm_up=1)
+    longest, whole = ([[2, 3], [1]], 2), (prompts, 2)
+    timed_calls = [
+        call for _, queue in timed for call in ((queue["method"], *longest, WARM), (queue["method"], *whole, None))
+    ]
+    assert calls == [("A", *longest, None), ("B", *longest, None), *timed_calls]
     texts, first = timed[0]
-    counts = {"tokens": 6, "seconds": 5.0, "tokens_per_round": 1.0, "drafted_per_round": 0.0}
-    assert first == queue("A", 0, 6 / 5) | counts
+    counts = {"tokens": 15, "seconds": 4.0, "tokens_per_round": 2.0, "drafted_per_round": 3.0}
+    assert first == queue("A", 0, 15 / 4) | counts
     assert [(t["prompt"], t["ttft"], t["tpot"], t["seconds"], t["batch"]) for t in texts] == [
-        (i, 1.0, 2.0, 3.0, 2) for i in range(3)
+        (i, 0.5, 1.5 / 4, 2.0, 2) for i in range(3)
     ]
     seeds = {(t["prompt"], t["repeat"]): t["sha256"] for texts, _ in timed for t in texts}
     assert len(set(seeds.values())) == 6  # Both methods drew the same numbers, each text others.
@@ -120,26 +223,13 @@ def test_a_run_in_batches_can_be_repeated(run, runs, capsys):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     {
-        "--batch 0": "--batch",
-        "--batch 2 --show": "--batch is for modes",
-        "--batch 2 --html page.html": "--batch is for modes",
-        "--batch 2 --sweep": "--sweep",
-        "--batch 2 --ppl": "--batch is for modes",
         "--batch 3 --speed": "--batch 3 needs at least 3 prompts, and there are 2; raise --sentences",
         "--batch 3 --speed --prompt a": "there are 1; give more",
     }.items(),
 )
-def test_what_has_no_batches_is_refused(run, flags, tmp_path, capsys, monkeypatch, arguments, word):
-    monkeypatch.chdir(tmp_path)
-    flags = prompted(flags) if "--prompt" in arguments else flags
-    assert run(arguments, base=prompted(flags, "--promptLen") if "--ppl" in arguments else flags, code=2) == []
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and word in error
-
-
-def test_several_processes_have_no_batches(flags):
-    with refused("--batch", "single process"):
-        prepare.where_to_run(settings.parse([*flags, "--speed", "--batch", "2"]), SimpleNamespace(count=2))
+def test_a_batch_of_more_rows_than_prompts_is_refused(run, flags, capsys, arguments, word):
+    assert run(arguments, base=prompted(flags) if "--prompt" in arguments else flags, code=2) == []
+    one_line(capsys, word)
 
 
 # Memory.
@@ -192,7 +282,7 @@ def test_lossless_decodes_a_queue_and_plants_its_mistake(cli, flags, tmp_path, m
 
 def test_texts_read_again_in_batches_have_the_same_logits():
     target = helpers.tiny()
-    texts, _ = regrSampling(PROMPTS[:5], target, 6, Sampling(1.0, 0, 1.0))
+    texts, _ = regrSampling(PROMPTS[:5], target, 6, FREE)
     whole, parts = (logits_as_written(target, 2, PROMPTS[:5], texts, batch) for batch in (None, 2))
     for logits, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(logits, other, atol=1e-4, rtol=1e-4)

@@ -3,9 +3,7 @@ on a clock."""
 
 import gc
 import math
-from functools import partial
 
-import helpers
 import numpy as np
 import pytest
 import torch
@@ -14,11 +12,8 @@ import PPL
 from decoding.rows import Record
 from experiments.intervals import Range, interval, speedup, summarize
 from experiments.measure import FIGURES, distinct, diversity_figures, entropy, repetition
-from experiments.speed import WARM, ends_after, in_turns, quiet, time_steps, time_texts
+from experiments.speed import WARM, in_turns, quiet, time_steps, time_texts
 from inputs.models import load_model, load_tokenizer
-from methods.drafters import ModelDrafter
-from regrSampling import regrSampling
-from specSampling import specSampling
 
 NAN = float("nan")
 
@@ -82,31 +77,37 @@ def test_summary_of_measurements_made_by_hand():
     assert alone["throughput"][0] == 10 and math.isnan(alone["speedup"][0])
 
 
-def play(names, calls, **more):
-    """Measure stand-ins for samplers, which note their calls and draw their tokens from the generator given to them."""
+def timed_stand_ins(names, calls, **more):
+    """`time_texts` of stand-ins for samplers, which note their calls (name, prompts, batch, first), draw their tokens
+    from the generators given to them, and write a text in two seconds; the next begins after one."""
 
     def method(name):
         def run(prompts, generators, batch, first=None):
-            ((prompt,), (generator,)) = prompts, generators
-            calls.append((name, prompt) if first is None else (name, prompt, first))
-            tokens = torch.randint(0, 1000, (5,), generator=generator).tolist()
-            return [tokens], [Record(times=[0.5, 1.0, 2.0], committed=[1, 3, 1], drafted=[0, 3, 3], accepted=[0, 3, 0])]
+            calls.append((name, prompts, batch, first))
+            counts = {"committed": [1, 3, 1], "drafted": [0, 3, 3], "accepted": [0, 3, 0]}
+            records = [Record([i + 0.5, i + 1.0, i + 2.0], begun=i, **counts) for i in range(len(prompts))]
+            return [torch.randint(0, 1000, (5,), generator=each).tolist() for each in generators], records
 
         return run
 
     settings = {"prompts": [[1], [2, 3]], "repeats": 2, "seed": 7, "device": "cpu"} | more
-    return [text for (text,), _ in time_texts({name: method(name) for name in names}, **settings)]
+    return list(time_texts({name: method(name) for name in names}, **settings))
+
+
+def play(names, calls, **more):
+    """The figures of their texts."""
+    return [text for (text,), _ in timed_stand_ins(names, calls, **more)]
 
 
 def test_methods_take_turns_on_each_prompt_after_the_warm_up():
     calls = []
     lines = play("ABC", calls)
-    assert calls[:6] == [(name, [2, 3]) for name in "ABCABC"]  # warm-up, after the longest prompt
+    assert calls[:6] == [(name, [[2, 3]], 1, None) for name in "ABCABC"]  # warm-up, after the longest prompt
     # Each timed text comes right after an untimed beginning of the same method: no row pays for what ran before it.
     assert calls[6:] == [
         call
         for line, prompt in zip(lines, [[1]] * 3 + [[2, 3]] * 3 + [[1]] * 3 + [[2, 3]] * 3)
-        for call in ((line["method"], prompt, WARM), (line["method"], prompt))
+        for call in ((line["method"], [prompt], 1, WARM), (line["method"], [prompt], 1, None))
     ]
     assert [(m["prompt"], m["repeat"]) for m in lines[::3]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert [m["method"] for m in lines[:3]] == list("ABC")  # the order of the tables
@@ -185,16 +186,8 @@ def test_a_measurement_holds_the_records_figures():
     assert line["stalled"] == 0
     assert (line["prompt_tokens"], line["tokens"], line["ttft"], line["tpot"]) == (2, 5, 0.5, 1.5 / 4)
     assert (line["throughput"], line["report_tpot"]) == (2.5, 0.4)
-    assert (line["tokens_per_round"], line["drafted"], line["accepted"]) == (2.0, 6, 3)
+    assert (line["tokens_per_round"], line["rounds"], line["drafted"], line["accepted"]) == (2.0, 2, 6, 3)
     assert line["acceptance_by_position"] == [(2, 1), (1, 1), (1, 1)]
-
-
-@pytest.mark.parametrize("guesses", [0, 4])
-def test_a_beginning_ends_where_it_should_with_a_cache_as_large_as_ever(guesses):
-    target, draft = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
-    sampler = partial(specSampling, drafter=draft, gamma=guesses) if guesses else regrSampling
-    (tokens,), _ = sampler([[5, 9, 2]], target, max_len=40, end_of_text=ends_after(6))
-    assert len(tokens) == 6 and target.cache.capacity == 43
 
 
 def test_no_garbage_is_collected_inside_a_timed_stretch():
