@@ -3,12 +3,12 @@ paper's values, and the overlaps of p and q that texts visit, against those of a
 hand."""
 
 import itertools
-import math
 from functools import partial
 
 import helpers
 import pytest
 import torch
+from conftest import of_kind
 from test_specSampling import PROMPTS, near
 from test_speed import measurement
 
@@ -18,8 +18,6 @@ from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
 from experiments import sweep, theory
-from experiments.measure import as_timed
-from experiments.speed import queue_figures
 from experiments.theory import expectations, expected_chain, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
@@ -37,8 +35,7 @@ CONDITIONS |= {"temperature": 1.0, "top_p": 1.0}
 # Over gamma.
 
 
-def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
-    monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
+def test_predictions_are_theorys_of_what_was_measured():
     lines = [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
     tested = {"target": (10.0, []), "gamma 1": (15.0, [(10, 6)]), "gamma 2": (17.0, [(10, 8), (8, 2)])}
     for name, (speed, counts) in tested.items():
@@ -63,25 +60,15 @@ def test_predictions_are_theorys_of_what_was_measured(monkeypatch):
     assert theory.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
 
 
-def test_texts_of_a_single_token_and_a_run_that_was_stopped_have_a_table_too(monkeypatch):
-    monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
-    lines = [measurement(name, 0, tpot=None, acceptance_by_position=[]) for name in ("draft", "target", "gamma 1")]
+def test_texts_of_a_single_token_have_dashes_in_the_table_of_a_run_that_was_stopped():
+    nothing = {"tpot": None, "acceptance_by_position": [], "dtype": "float32", "prompt_tokens": 3}
+    lines = [measurement(name, **nothing) for name in ("draft", "target", "gamma 1")]
     costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": []}
     found = theory.predict(lines, costs)
     assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
-    assert [row["gamma"] for row in found["rows"]] == [1] and math.isnan(found["rows"][0]["expected"])
+    _, row = sweep_table({"flags": {}, "models": {}}, lines, found).rows
+    assert [str(cell) for cell in row] == ["1", "1.00", "10.0", "1.00", *"----", "1.00", "-"]
     assert theory.predict(lines[:2], costs)["rows"] == []
-
-
-def test_what_was_not_measured_is_a_dash():
-    row = {"gamma": 1, "theory": math.nan, "paper": math.nan, "alpha": math.nan, "expected": math.nan}
-    nothing = [math.nan] * 3
-    row |= dict.fromkeys(("seconds", "throughput", "speedup", "tokens_per_round"), nothing) | {"rounds": 0}
-    plain = {"seconds": [1.0] * 3, "throughput": [1.0] * 3}
-    lines = [measurement("target", 0) | {"dtype": "float32", "prompt_tokens": 3}]
-    table = sweep_table({"flags": {}, "models": {}}, lines, {"plain": plain, "rows": [row]})
-    cells = [str(cell) for row in table.rows for cell in row]
-    assert cells[3] == "1" and "nan" not in "".join(cells) and cells.count("-") == 9
 
 
 # Over batches.
@@ -126,37 +113,18 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is():
         assert [row[0] for row in batch_table(lines).rows] == ["1"] + ["8"] * (len(lines) == 8)
 
 
-@pytest.mark.parametrize("lookup", [False, True])
-def test_every_cell_is_measured_and_writes_whole_texts(monkeypatch, lookup):
-    monkeypatch.setattr(sweep, "BATCHES", (1, 3))
-    monkeypatch.setattr(sweep, "BATCH_GAMMAS", (1, 2))
-    monkeypatch.setattr(sweep, "BATCH_REPEATS", 2)
-    target, lines = helpers.tiny(), []
-    drafter = LookupDrafter(61) if lookup else ModelDrafter(near(target))
-    cells = sweep.samplers(target, drafter, token_rule, batches=True)
-    methods = {name: as_timed(sampler, CONDITIONS["maxLen"], DRAW, None) for name, sampler in cells.items()}
-    sweep.measure_batches(helpers.SINGLE_INPUTS, PROMPTS, methods, target, drafter, DRAW, CONDITIONS, lines.append)
-    cells = [(line["batch"], line["method"], line["repeat"]) for line in lines if line["kind"] == "queue"]
+@pytest.mark.parametrize("draft", ["", "--draft lookup"])
+def test_every_cell_is_measured_and_writes_whole_texts(run, monkeypatch, draft):
+    for name, value in {"BATCHES": (1, 3), "BATCH_GAMMAS": (1, 2), "BATCH_REPEATS": 2}.items():
+        monkeypatch.setattr(sweep, name, value)
+    lines = run(f"--sweep batch --repeats 2 {draft}")
+    queues, costs = of_kind(lines, "queue"), of_kind(lines, "costs")
+    cells = [(line["batch"], line["method"], line["repeat"]) for line in queues]
     methods = ["target", "gamma 1", "gamma 2", "costAware"]
     assert sorted(cells) == sorted((batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods)
     assert [name for _, name, _ in cells[:4]] == methods  # the order of the tables
-    assert all(line["tokens"] == 9 * line["texts"] for line in lines if line["kind"] == "queue")
-    for line in lines:
-        if line.get("of") == "batch":
-            assert line["scoring"][0] == 1 and len(line["scoring"]) == 3 and (line["drafting"] > 0) != lookup
-
-
-def test_tokens_a_round_are_those_of_all_texts():
-    sampler = sweep.samplers(target := helpers.tiny(), ModelDrafter(near(target)), token_rule)["gamma 2"]
-    written = {}
-    for batch in 2, 1:
-        generators = [torch.Generator().manual_seed(text) for text in range(len(PROMPTS))]
-        _, written[batch] = as_timed(sampler, 20, DRAW, None)(PROMPTS, generators, batch)
-    of_queue = queue_figures("gamma 2", 0, 2, written[2])
-    rounds = sum(len(record.committed) - 1 for record in written[2])
-    assert of_queue["tokens_per_round"] == pytest.approx((20 - 1) * len(PROMPTS) / rounds)
-    assert [record.committed for record in written[1]] == [record.committed for record in written[2]]
-    assert of_queue["throughput"] == pytest.approx(20 * len(PROMPTS) / of_queue["seconds"])
+    assert all(line["tokens"] == 8 * line["texts"] for line in queues) and [c["batch"] for c in costs] == [1, 3]
+    assert all(c["scoring"][0] == 1 and len(c["scoring"]) == 3 and (c["drafting"] > 0) != bool(draft) for c in costs)
 
 
 # Theory, and the acceptance it follows from.
@@ -191,8 +159,8 @@ def test_rounds_have_the_overlaps_of_their_contexts():
     }
 
 
-def chain(target, drafter, gamma=4):
-    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(gamma))
+def chain(target, drafter):
+    return partial(specSampling, target=target, drafter=drafter, gamma=Fixed(4))
 
 
 def watched_alpha(prompts, target, drafter, max_len):
