@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from conftest import ROOT, lines_of, prompted
 from hypothesis import given
 from hypothesis import settings as drawing
@@ -28,10 +27,6 @@ from utils import UserError
 NAMES = ["fixed", "additive", "draftConfidence", "targetConfidence", "costAware", "block", "lookup", "contrastive"]
 
 
-def write(folder, lines):
-    (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 @pytest.fixture(scope="module")
 def made(cli, flags, pair_folder, tmp_path_factory):
     """A folder with one run of most of what can be measured."""
@@ -49,7 +44,7 @@ def again(cli, made, tmp_path, capsys):
     def run(edit=lambda lines: None, asked="1"):
         lines = lines_of(made)
         edit(lines)
-        write(tmp_path, lines)
+        (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         code = cli.main(["--rerun", asked, "--out", str(tmp_path)])
         captured = capsys.readouterr()
         assert captured.err.count("\n") == (code == 2)
@@ -90,31 +85,25 @@ def test_what_differs_or_was_not_measured_again_is_named_and_another_machine_too
     assert "The machine is not the same, so tokens may differ: torch was 1.0 and is " in out
 
 
-def test_changed_weights_are_said(cli, flags, pair_folder, tmp_path, capsys):
-    shutil.copytree(pair_folder, models := tmp_path / "models")
-    paths = ["--target", str(models / "target"), "--draft", str(models / "draft"), "--out", str(tmp_path / "out")]
-    assert cli.main([*flags, *paths, "--compare", "fixed"]) == 0
-    file = models / "target" / "model.safetensors"
+def test_changed_weights_are_said(run, model_folder, tmp_path, capsys):
+    run("--compare fixed --target", model_folder, out=tmp_path / "out")
+    file = model_folder / "model.safetensors"
     save_file({name: weight.flip(0) for name, weight in load_file(file).items()}, file, {"format": "pt"})
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path / "out")]) == 1
+    run("--rerun 1", base=[], out=tmp_path / "out", code=1)
     out = capsys.readouterr().out.replace("\n", " ")
-    assert "The weights of the target, target, have changed: they were sha256:" in out and "of 4 texts differ" in out
+    assert "The weights of the target, model, have changed: they were sha256:" in out and "of 4 texts differ" in out
     assert "weights of the draft" not in out
 
 
-def test_a_changed_prompt_is_the_reason_and_paths_are_relative_to_where_the_run_was(
-    cli, flags, tmp_path, capsys, monkeypatch
-):
-    here, there, out = (tmp_path / name for name in ("here", "there", "out"))
-    here.mkdir(), there.mkdir()
-    monkeypatch.chdir(here)
-    (here / "prompts.txt").write_text("The bell\n")
-    command = [*prompted(flags), "--compare", "fixed", "--promptFile", "prompts.txt", "--out", str(out)]
-    assert cli.main(command) == 0
-    monkeypatch.chdir(there)
-    assert cli.main(["--rerun", "1", "--out", str(out)]) == 0
-    (here / "prompts.txt").write_text("The lamp\n")
-    assert cli.main(["--rerun", "1", "--out", str(out)]) == 1
+def test_a_changed_prompt_is_the_reason_and_paths_begin_where_the_run_was(run, flags, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("The bell\n")
+    run("--compare fixed --promptFile prompts.txt", base=prompted(flags), out=out)
+    monkeypatch.chdir(out)
+    run("--rerun 1", base=[], out=out)
+    (tmp_path / "prompts.txt").write_text("The lamp\n")
+    run("--rerun 1", base=[], out=out, code=1)
     assert "(the text that is read has changed)." in capsys.readouterr().out.replace("\n", " ")
 
 
@@ -159,13 +148,10 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
 
 
 @pytest.mark.parametrize("names, repeats, bar", [(NAMES[::-1], "1", True), (NAMES, "2", False)])
-def test_neither_order_nor_repeats_nor_a_progress_bar_changes_a_token(
-    cli, flags, made, tmp_path, monkeypatch, names, repeats, bar
-):
+def test_neither_order_nor_repeats_nor_a_bar_changes_a_token(run, made, tmp_path, monkeypatch, names, repeats, bar):
     shown, init = io.StringIO(), tqdm.__init__
     monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown}))
-    arguments = ["--compare", ",".join(names), "--contrastiveTemperature", "0.7", "--seed", "5"]
-    assert cli.main([*flags, *arguments, "--repeats", repeats, "--out", str(tmp_path)]) == 0
+    run(f"--contrastiveTemperature 0.7 --seed 5 --repeats {repeats} --compare", ",".join(names))
     before, after = (runRecord.comparable(lines_of(folder)) for folder in (made, tmp_path))
     shared = [key for key in before if key.startswith("speed")]
     assert len(shared) == 2 * len({*NAMES, "target"} - {"costAware"})
@@ -182,10 +168,7 @@ def test_only_what_follows_the_clock_is_not_repeatable_and_other_programs():
     assert clocked == {"costAware", "tree", "topDown", "speculative", "speculativeContrastive"}
 
 
-def test_it_names_the_processor_and_the_versions(monkeypatch):
-    """Without Linux's list Python is asked for the processor."""
-    found = runRecord.machine("cpu")
-    assert found["processor"] and found["torch"] == torch.__version__
+def test_without_the_list_of_linux_python_is_asked_for_the_processor(monkeypatch):
     monkeypatch.setattr(builtins, "open", lambda *_, **__: (_ for _ in ()).throw(FileNotFoundError))
     monkeypatch.setattr(platform, "processor", lambda: "a processor")
     assert runRecord.machine("cpu")["processor"] == "a processor"
@@ -197,37 +180,25 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     here = runRecord.code_version()
+    assert here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
     monkeypatch.setattr(files, "ROOT", tmp_path)
 
-    def there():
-        runRecord.code_version.cache_clear()
-        return runRecord.code_version()
+    def with_file(name, change=str):
+        """The version while a file is changed."""
+        source = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(change(source))
+        version = runRecord.code_version.__wrapped__()
+        (tmp_path / name).write_text(source)
+        return version
 
-    try:
-        assert there() == here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
-        (tmp_path / "engine" / "note.txt").write_text("no source")
-        assert there() == here
-        changes = {
-            "utils.py": ("# a comment\n", "x = 1\n"),
-            "engine/kernels/choose.cpp": ("// a comment\n", "int x;\n"),
-        }
-        for name, (comment, code) in changes.items():
-            source = (tmp_path / name).read_text()
-            (tmp_path / name).write_text(source + comment)
-            assert there() == here
-            (tmp_path / name).write_text(source + code)
-            assert there() != here
-            (tmp_path / name).write_text(source)
-        source = (tmp_path / "utils.py").read_text()
-        (tmp_path / "utils.py").write_text(source.replace('"""', '"""Another. ', 1))
-        assert there() == here
-        text = tmp_path / "a.py"  # Versions of Python read an f-string differently.
-        text.write_text(
-            '"""A page.\n\n    x\n"""\n\nx = f"{1 + 1} # {{}}"  # a comment\n'
-        )  # as every version of Python reads it
-        assert runRecord.without_comments(text) == 'x = f"{1 + 1} # {{}}"'
-    finally:
-        runRecord.code_version.cache_clear()
+    (tmp_path / "engine" / "note.txt").write_text("no source")
+    assert with_file("utils.py") == with_file("utils.py", lambda text: text.replace('"""', '"""Another. ', 1)) == here
+    for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
+        assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
+        assert with_file(name, lambda text: f"{text}{code}\n") != here
+    text = tmp_path / "a.py"  # Versions of Python read an f-string differently.
+    text.write_text('"""A page.\n\n    x\n"""\n\nx = f"{1 + 1} # {{}}"  # a comment\n')
+    assert runRecord.without_comments(text) == 'x = f"{1 + 1} # {{}}"'
 
 
 def test_a_busy_machine_is_said():
