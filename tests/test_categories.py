@@ -1,19 +1,16 @@
 """Prompts with categories: read, refused, continued turn by turn; and the speed-up as Spec-Bench defines it."""
 
-import functools
-import http.server
 import json
-import shutil
-import threading
 from collections import Counter
 from hashlib import sha256
 from io import StringIO
 
 import pytest
 import torch
-from conftest import CONTEXT, prompted, refused
+from conftest import CONTEXT, lines_of, of_kind, one_line, prompted, refused
 from downloads import assert_error
-from test_cli import CHAT, hashes, lines_of
+from localHub import Repository
+from test_cli import CHAT, hashes
 from test_results import run_line, speed_line
 from transformers import AutoModelForCausalLM
 
@@ -26,8 +23,6 @@ from inputs.models import load_tokenizer
 from inputs.texts import MT_BENCH, Question, encode_turn, read_questions
 from report import figures
 from report.results import show
-from report.runTables import category_table
-from report.tables import markdown
 
 STORY = [
     {"question_id": 81, "category": "story", "turns": ["It was late, and", "The boy answered, and"], "reference": []},
@@ -78,16 +73,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_a_line_that_cannot_be_used_is_one_line_before_anything_is_loaded(
-    cli, flags, tmp_path, capsys, monkeypatch, words
-):
+def test_a_line_that_cannot_be_used_is_said_before_anything_is_loaded(run, flags, tmp_path, capsys, monkeypatch, words):
     for name in "find_models", "load_tokenizer":
         monkeypatch.setattr(f"experiments.prepare.{name}", lambda *_: pytest.fail("reached"))
     file = written(tmp_path, *STORY, WRONG[words])
-    assert cli.main([*prompted(flags), "--speed", "--prompts", file, "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and words in said and f"{file}, line 5: " in said
-    assert not (tmp_path / "results.jsonl").exists()
+    assert run("--speed --prompts", file, base=prompted(flags), code=2) == []
+    one_line(capsys, words, f"{file}, line 5: ")
 
 
 def test_the_bundled_prompts_are_of_six_tasks_and_fit_the_bundled_models():
@@ -113,21 +104,12 @@ def test_turns_without_a_chat_template_are_paragraphs_after_the_answers(pair_fol
     assert texts == ["One.", "One.a\n\nTwo.", "One.a\n\nTwo.b\n\nThree."]
 
 
-@pytest.fixture
-def arguments(flags, tmp_path):
-    """Flags of a comparison on STORY. The context is large enough for its turns."""
-    file = written(tmp_path, *STORY)
-    return [*prompted(flags), "--compare", "block,lookup", "--prompts", file, "--maxLen", "9", "--dtype", "float32"]
-
-
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_method_continues_the_same_turns_after_the_targets_answers(cli, arguments, pair_folder, tmp_path, chat):
-    folder = shutil.copytree(pair_folder / "target", tmp_path / "chat")
+def test_every_method_continues_the_same_turns_after_the_targets_answers(run, flags, model_folder, tmp_path, chat):
     if chat:
-        (folder / "chat_template.jinja").write_text(CHAT)
-    arguments += ["--temperature", "0", "--target", str(folder), "--out", str(tmp_path)]
-    assert cli.main(arguments) == 0
-    timed = [line for line in lines_of(tmp_path) if line["kind"] == "speed"]
+        (model_folder / "chat_template.jinja").write_text(CHAT)
+    words = "--compare block,lookup --maxLen 9 --dtype float32 --temperature 0 --target", model_folder, "--prompts"
+    timed = of_kind(run(*words, written(tmp_path, *STORY), base=prompted(flags)))
     labels = {(m["prompt"], m["question"], m["category"]) for m in timed}
     assert labels == {(0, 0, "story"), (1, 0, "story"), (2, 1, "story"), (3, 2, "article"), (4, 3, "article")}
     inputs = {(m["prompt"], m["input"]) for m in timed}
@@ -136,46 +118,38 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(cli, ar
     assert all(tokens[name, prompt, 0] == tokens["target", prompt, 0] for name, prompt, _ in tokens)
 
     # The second turn stands after what the target writes to the first.
-    tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = load_tokenizer(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     question = Question(1, "story", tuple(STORY[0]["turns"]))
     first = torch.tensor([encode_turn(question, [], tokenizer, "m")])
     answer = model.generate(first, max_new_tokens=9, do_sample=False)[0, first.shape[1] :]
     second = encode_turn(question, [tokenizer.decode(answer, skip_special_tokens=True)], tokenizer, "m")
     assert {m["input"] for m in timed if m["prompt"] == 1} == {digest(second)}
     if chat:
-        assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # The answers are the same again.
+        run("--rerun 1", base=[])  # The answers are the same again.
     text = (tmp_path / "results.txt").read_text()
     assert "Speed by category" in text and OVERALL.split()[0] in text
     assert f"Figure: figures/categories-{timed[0]['run']}.png" in text
     assert (tmp_path / "figures" / f"categories-{timed[0]['run']}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_default_measures_speed_alone(cli, flags, arguments, tmp_path):
-    file = arguments[arguments.index("--prompts") + 1]
-    assert cli.main([*prompted(flags), "--prompts", file, "--out", str(tmp_path)]) == 0
-    assert {line["kind"] for line in lines_of(tmp_path)} == {"run", "speed", "end"}
-
-
-def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(cli, flags, tmp_path, capsys, monkeypatch):
+def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(run, flags, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.loading.load_model", lambda *_: pytest.fail("reached"))
     long = {"prompt": "word " * CONTEXT, "category": "article"}
-    given = [*prompted(flags), "--speed", "--out", str(tmp_path), "--prompts"]
-    assert cli.main([*given, written(tmp_path, *STORY, long)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "line 5: " in said and f"({CONTEXT} tokens)" in said
-    assert cli.main([*given, written(tmp_path, *STORY), "--maxLen", str(CONTEXT // 2)]) == 2
-    said = capsys.readouterr().err  # The answer to the first turn takes half of the context.
-    assert said.count("\n") == 1 and f"line 1, turn 2 after answers of {CONTEXT // 2} tokens: " in said
+    run("--prompts", written(tmp_path, *STORY, long), base=prompted(flags), code=2)
+    one_line(capsys, "line 5: ", f"({CONTEXT} tokens)")
+    half = CONTEXT // 2  # The answer to the first turn takes half of the context.
+    run("--prompts", written(tmp_path, *STORY), "--maxLen", half, base=prompted(flags), code=2)
+    one_line(capsys, f"line 1, turn 2 after answers of {half} tokens: ")
 
 
 # The speed-up of Spec-Bench.
 
 
-def text(method, prompt, tokens, seconds, repeat=0, question=None, category="qa"):
-    throughput, number = tokens / seconds, prompt if question is None else question
-    return speed_line(method=method, prompt=prompt, repeat=repeat) | {
-        "tokens": tokens, "seconds": seconds, "throughput": throughput, "question": number, "category": category
-    }  # fmt: skip
+def text(method, prompt, tokens, seconds, category="qa", **changes):
+    """Its question is the prompt, unless `changes` say another."""
+    figures = {"tokens": tokens, "seconds": seconds, "throughput": tokens / seconds, "category": category}
+    return speed_line(method=method, prompt=prompt, question=prompt, **figures) | changes
 
 
 def test_the_speed_up_of_spec_bench_by_hand():
@@ -197,13 +171,12 @@ def test_the_speed_up_of_spec_bench_by_hand():
 
 
 def test_overall_is_over_questions_and_not_over_tasks():
-    speeds = {"qa": [(8.0, 4.0)] * 3, "rag": [(4.0, 4.0)]}
-    texts, prompt = [], 0
-    for category, pairs in speeds.items():
-        for pair in pairs:
-            for method, speed in zip(("block", "target"), pair):
-                texts.append(text(method, prompt, 8, 8 / speed, category=category))
-            prompt += 1
+    speeds = [("qa", 8.0)] * 3 + [("rag", 4.0)]  # of a method; the target's is 4
+    texts = [
+        text(method, prompt, 8, 8 / speed, category)
+        for prompt, (category, of_block) in enumerate(speeds)
+        for method, speed in (("block", of_block), ("target", 4.0))
+    ]
     rows = {category: {r["method"]: r for r in rows} for category, rows in by_category(texts).items()}
     assert list(rows) == ["qa", "rag", OVERALL]
     assert [rows[name]["block"]["specBench"][0] for name in rows] == pytest.approx([2.0, 1.0, 1.75])  # not 1.5
@@ -221,7 +194,7 @@ def test_six_questions_have_an_interval():
 # The tables.
 
 LINES = [
-    text(method, prompt, 8, seconds, category=category) | {"mode": "compare", "maxLen": 8, "temperature": 0.0}
+    text(method, prompt, 8, seconds, category, mode="compare", maxLen=8, temperature=0.0)
     for prompt, category in enumerate(("qa", "qa", "[b]rag"))
     for method, seconds in (("target", 4.0), ("lookup", 2.0))
 ]
@@ -237,20 +210,15 @@ def test_the_table_has_a_row_for_each_category_and_method():
     lines = shown(LINES).splitlines()
     rows = [line.split() for line in lines[next(i for i, line in enumerate(lines) if "by category" in line) :]]
     assert ["qa", "target", "alone", "250", "2.00", "0.75", "0.33", "1.00", "1.00"] in rows
-    assert ["lookup", "250", "2.00", "0.75", "0.33", "2.00", "2.00"] in rows
+    assert rows.count(["lookup", "250", "2.00", "0.75", "0.33", "2.00", "2.00"]) == 3  # two categories, and overall
     assert any(row[:3] == ["[b]rag", "target", "alone"] for row in rows) and any(row[:1] == ["overall"] for row in rows)
     assert max(map(len, lines)) <= 100
     plain = [{key: value for key, value in line.items() if key != "category"} for line in LINES]
     assert "by category" not in shown(plain)
-    titles, _, *rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in markdown(category_table(LINES)).splitlines()
-    ]
-    assert titles[:2] == ["category", ""] and len(rows) == 6
-    assert rows[1][:2] == ["", "lookup"] and rows[4][0] == OVERALL and rows[5][1] == "lookup"
 
 
 def test_the_figure_has_a_bar_for_each_category_and_method():
-    lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0) | {"mode": "sweep"}]
+    lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0, mode="sweep")]
     (axes,) = figures.draw_categories(lines).axes
     assert [bar.get_y() + bar.get_height() for bar in axes.patches] == [2.0, 2.0, 2.0]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["qa", "[b]rag", "overall"]
@@ -263,29 +231,21 @@ FILE = "".join(json.dumps(line) + "\n" for line in STORY).encode()
 
 
 @pytest.fixture
-def specbench(tmp_path, monkeypatch):
-    """A server on localhost in GitHub's place; the folder that it serves question.jsonl from."""
+def served(hub, tmp_path, monkeypatch):
+    """{path: content} of the files on a server in GitHub's place, of which Spec-Bench's is one."""
     monkeypatch.setattr(files, "DATASETS", tmp_path / "datasets")
-    served = tmp_path / "served"
-    served.mkdir()
-    (served / "question.jsonl").write_bytes(FILE)
-    quiet = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
-    handler = functools.partial(quiet, directory=served)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/question.jsonl"
-        monkeypatch.setattr(downloadData, "SPEC_BENCH_URL", url)
-        digest = f"sha256:{sha256(FILE).hexdigest()}"
-        monkeypatch.setattr(downloadData, "SPEC_BENCH_FILE", HubFile("question.jsonl", len(FILE), digest))
-        yield served
-        server.shutdown()
+    hub.models["some/bench"] = Repository({"question.jsonl": FILE})
+    monkeypatch.setattr(downloadData, "SPEC_BENCH_URL", f"{hub.url}/some/bench/resolve/main/question.jsonl")
+    file = HubFile("question.jsonl", len(FILE), f"sha256:{sha256(FILE).hexdigest()}")
+    monkeypatch.setattr(downloadData, "SPEC_BENCH_FILE", file)
+    return hub.models["some/bench"].files
 
 
 def assert_refused(capsys, *words, given=()):
     assert_error(capsys, *words, arguments=["specbench", *given], script=downloadData)
 
 
-def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, capsys):
+def test_spec_benchs_prompts_come_and_are_read_by_name(served, tmp_path, capsys):
     with refused("downloadData.py (specbench)", "--prompts sample"):
         read_questions("specbench")
     assert_refused(capsys, "--offline", given=["--offline"])
@@ -293,29 +253,32 @@ def test_spec_benchs_prompts_come_and_are_read_by_name(specbench, tmp_path, caps
     assert [question.turns for question in read_questions("specbench")][1:] == [(s["prompt"],) for s in STORY[1:]]
     manifest = Manifest.read(tmp_path / "datasets" / "specbench")
     assert (manifest.repo, manifest.rows) == ("hemingkx/Spec-Bench", {"test": 4})
-    (specbench / "question.jsonl").unlink()  # It is not fetched again,
+    served.clear()  # It is not fetched again,
     assert downloadData.main(["specbench", "--offline"]) == downloadData.main(["specbench"]) == 0
     file = tmp_path / "datasets" / "specbench" / "question.jsonl"
     file.write_bytes(FILE.replace(b"tarn", b"lake"))  # unless it is damaged.
     assert_refused(capsys, "damaged", given=["--offline"])
-    (specbench / "question.jsonl").write_bytes(FILE)
+    served["question.jsonl"] = FILE
     assert downloadData.main(["specbench"]) == 0 and file.read_bytes() == FILE
 
 
 @pytest.mark.parametrize("content", [FILE[:-1], FILE + b"\n", FILE.replace(b"tarn", b"lake")])
-def test_another_file_is_never_taken_for_spec_benchs(specbench, tmp_path, capsys, content):
-    file = specbench / "question.jsonl"
+def test_another_file_is_never_taken_for_spec_benchs(served, tmp_path, capsys, content):
+    file = tmp_path / "file"
     file.write_bytes(content)
+    served["question.jsonl"] = content
     assert_refused(capsys, "does not have the hash")
     assert_refused(capsys, "does not have the hash", "--prompts", given=["--from", str(file)])
-    file.unlink()
+    served.clear()
     assert_refused(capsys, "404", "--from", "127.0.0.1")
     assert not list((tmp_path / "datasets").glob("spec*"))
 
 
-def test_a_copy_of_spec_benchs_file_is_installed_without_a_network(specbench, tmp_path, capsys, monkeypatch):
+@pytest.mark.usefixtures("served")
+def test_a_copy_of_spec_benchs_file_is_installed_without_a_network(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_bytes(FILE)
     monkeypatch.setattr(downloadData, "SPEC_BENCH_URL", "http://127.0.0.1:9/question.jsonl")
     assert_refused(capsys, "127.0.0.1", "check the network")
-    assert downloadData.main(["specbench", "--from", str(specbench / "question.jsonl")]) == 0
+    assert downloadData.main(["specbench", "--from", str(tmp_path / "file")]) == 0
     assert len(read_questions("specbench")) == 4
     assert downloadData.main(["specbench"]) == 0 and "nothing to download" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from conftest import ROOT, few_mistakes
+from conftest import ROOT, few_mistakes, one_line
 from localHub import Repository
 from test_speed import measurement as timed
 
@@ -138,8 +138,7 @@ def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, mo
     del served.datasets["emozilla/pg19"]
     monkeypatch.setattr(courseReport, "test_py", finished)
     assert run(tmp_path) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("downloadData.py: error: ") and error.count("\n") == 1
+    one_line(capsys, script="downloadData.py")
 
 
 WRONG = {"--flags '--gamma 0'": "gamma", "--books 0": "books", "a b c": "c", "nobody b/c": "nobody"}
@@ -149,9 +148,7 @@ WRONG |= {"--data wikitex": "wikitex", '--flags "\'"': ""}
 @pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_flag_is_one_line_before_anything_is_downloaded(hub, tmp_path, capsys, arguments):
     assert run(tmp_path, *shlex.split(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("courseReport: error: ") and error.count("\n") == 1 and WRONG[arguments] in error
-    assert hub.requests == []
+    assert one_line(capsys, WRONG[arguments], script="courseReport") and hub.requests == []
 
 
 def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
@@ -164,15 +161,11 @@ def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
     assert by_name["draft: tokens/s"] == ["111.4168", "113.9199", "", ""]
 
 
-def test_the_default_models_are_the_reports():
-    plan = courseReport.read_plan(["--out", str(ROOT / "docs")])
-    assert (plan.target, plan.mid, plan.draft) == (TARGET, MID, DRAFT)
-    assert {TARGET, MID, DRAFT} == set(downloadModel.PYTHIA)
-    assert courseReport.read_plan([TARGET, "b/c", "--out", str(ROOT / "docs")]).mid is None
-
-
-def test_the_default_setting_is_that_of_the_reports_code(monkeypatch):
-    plan = courseReport.read_plan(["--out", str(ROOT / "docs"), "--flags", "--device cpu"])
+def test_the_default_models_and_settings_are_those_of_the_reports_code(monkeypatch):
+    words = "--out", str(ROOT / "docs"), "--flags", "--device cpu"
+    plan = courseReport.read_plan(words)
+    assert (plan.target, plan.mid, plan.draft) == (TARGET, MID, DRAFT) == downloadModel.PYTHIA[::-1]
+    assert courseReport.read_plan([TARGET, "b/c", *words]).mid is None
     on_cpu = dict(plan.steps)
     monkeypatch.setattr(courseReport, "pick_device", lambda name: "cuda")
     on_gpu = dict(courseReport.steps(plan))
