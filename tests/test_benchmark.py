@@ -7,7 +7,7 @@ from unittest.mock import patch
 import helpers
 import pytest
 import torch
-from conftest import ROOT, lines_of, of_kind
+from conftest import ROOT, of_kind, one_line
 from helpers import rounded_copy
 from test_speed import measurement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,7 +24,6 @@ from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.flags import read_flags
-from experiments.intervals import summarize
 from inputs import files, randomModels
 from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
@@ -51,11 +50,9 @@ def short(monkeypatch):
 # The command.
 
 
-def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(cli, flags, tmp_path, capsys):
-    asked = "--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --sentences 2 --repeats 1"
-    assert cli.main([*flags, *asked.split(), "--texts", str(tmp_path), "--out", str(tmp_path)]) == 0
-    lines, shown = lines_of(tmp_path), capsys.readouterr().out
-    timed = of_kind(lines)
+def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(run, tmp_path, capsys):
+    lines = run("--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --texts", tmp_path)
+    timed, shown = of_kind(lines), capsys.readouterr().out
     rows = ["target", "fixed", *(f"generate:{kind}" for kind in Generate.rows)]
     assert [line["method"] for line in timed[: len(rows)]] == rows and all(row in shown for row in rows[2:])
     assert {line["tokens"] for line in timed} == {6}  # the same work for all: no text ends early
@@ -105,11 +102,10 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
         ("--compare llama.cpp:plain --device meta", "llama.cpp runs only on the CPU"),
     ],
 )
-def test_a_wrong_flag_is_one_line(cli, asked, words, tmp_path, capsys, monkeypatch):
+def test_a_wrong_flag_is_one_line(run, asked, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.processes.Processes.own_device", lambda processes, name: name or "cpu")
-    assert cli.main([*asked.split(), "--out", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
+    run(asked, base=[], code=2)
+    assert one_line(capsys, words) and not list(tmp_path.iterdir())
 
 
 def test_the_name_of_a_program_is_all_of_its_methods_that_the_models_allow():
@@ -122,8 +118,8 @@ def test_the_name_of_a_program_is_all_of_its_methods_that_the_models_allow():
 # generate of transformers.
 
 
-def library(seed=1):
-    return {"target": library_twin(helpers.tiny().model), "draft": library_twin(helpers.tiny(seed=seed).model)}
+def library():
+    return {"target": library_twin(helpers.tiny().model), "draft": library_twin(helpers.tiny(seed=1).model)}
 
 
 def test_a_twin_shares_weights_and_keeps_the_librarys_attention():
@@ -140,15 +136,14 @@ def test_the_librarys_greedy_text_is_the_targets_and_its_tokens_are_timed_as_the
     (tokens,), (record,) = method.write([[5, 9, 2]], 20, GREEDY, [0])
     (plain,), _ = LibraryMethod("generate:plain", library(), 61, 3).write([[5, 9, 2]], 20, GREEDY, [0])
     assert tokens == plain and len(tokens) == record.tokens == 20
-    assert record.times == sorted(set(record.times)) and max(record.committed) <= (
-        25 if kind in ("assisted", "universal") else 4
-    )
+    most = 25 if kind in ("assisted", "universal") else 4
+    assert record.times == sorted(set(record.times)) and max(record.committed) <= most
     assert len(record.times) == 20 or kind in ("lookup", "draft", "assisted", "universal", "custom")
     with pytest.raises(PeerError, match="one text at a time"):
         LibraryMethod(f"generate:{kind}", library(), 61, 3, 2).load({}, 3, 9, 0)
 
 
-def test_a_method_of_the_library_that_fails_is_left_out(cli, flags, tmp_path, monkeypatch):
+def test_a_method_of_the_library_that_fails_is_left_out(run, monkeypatch):
     """And sampled text is not judged where all is greedy: equal text would say nothing of sampling."""
     honest = LibraryMethod.text
 
@@ -158,9 +153,7 @@ def test_a_method_of_the_library_that_fails_is_left_out(cli, flags, tmp_path, mo
         return honest(method, *options)
 
     monkeypatch.setattr(LibraryMethod, "text", text)
-    asked = "--compare generate:static,generate:plain --temperature 0 --maxLen 6 --dtype float32"
-    assert cli.main([*flags, *asked.split(), "--out", str(tmp_path)]) == 0
-    lines = lines_of(tmp_path)
+    lines = run("--compare generate:static,generate:plain --temperature 0 --maxLen 6 --dtype float32")
     static, plain = (line for line in lines if line.get("test") == "engine")
     assert said_of(static) == "left out: RuntimeError: no such cache" and said_of(plain) == "not tested"
     assert plain["greedy"]["beyond"] == 0 and plain["drawn"] is None
@@ -260,17 +253,15 @@ def test_what_a_round_allows_is_theorys():
 
 
 def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatched():
-    common = {"kind": "speed", "mode": "compare", "promptLen": 8, "prompt": 0, "prompt_tokens": 8, "tokens": 4}
-    common |= {"ttft": 0.1, "tpot": 0.1, "report_tpot": 0.1, "tokens_per_round": 1.0, "seconds": 1.0, "rounds": 3}
-    common |= {"drafted": 0, "accepted": 0, "acceptance_by_position": []}
     speeds = {"target": 10.0, "fixed": 30.0, "llama.cpp:int8": 20.0, "vllm:lookup": 5.0}
-    lines = [common | {"method": m, "repeat": r, "throughput": v + r} for m, v in speeds.items() for r in range(3)]
+    common = {"kind": "speed", "mode": "compare", "promptLen": 8}
+    lines = [measurement(m, 0, r, v + r, **common) for m, v in speeds.items() for r in range(3)]
     engine = {"kind": "lossless", "test": "engine", "failed": None, "quantised": False}
     lines.append(engine | {"method": "vllm:lookup", "drawn": {"seen_by": ["surprise"], "impossible": 0}})
     lines.append(engine | {"method": "llama.cpp:int8", "drawn": {"seen_by": [], "impossible": 0}})
     (axes,) = figures.draw_speed(lines).axes
     widths = [bar.get_width() for bar in axes.patches]
-    assert widths == sorted(widths) and len(widths) == len(summarize(lines[:12]))
+    assert widths == sorted(widths) and len(widths) == 4
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [True, False, False, False]
     assert [text.get_text() for text in axes.texts][-1] == "31.0 (2.82 of plain)"
 
@@ -281,21 +272,17 @@ def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatch
 @pytest.fixture
 def shapes(monkeypatch, models_folder):
     """Tiny shapes, whose models are written to a folder of the test."""
-    source = files.ROOT / "models" / "bundled-target"
     models_folder.mkdir(exist_ok=True)
-    monkeypatch.setattr(randomModels, "TOKENIZER", str(source))
+    monkeypatch.setattr(randomModels, "TOKENIZER", str(ROOT / "models" / "bundled-target"))
     for name, shape in {"large": (32, 2, 4), "small": (16, 1, 2)}.items():
         monkeypatch.setitem(randomModels.SHAPES, name, shape)
     monkeypatch.setattr(randomModels, "VOCABULARY", 5000)
 
 
-def test_shapes_are_timed_with_synthetic_acceptance(shapes, cli, text_file, tmp_path):
-    asked = "--target random:large --draft random:small --acceptance 0.8 --maxLen 12 "
-    asked += "--compare fixed,tree,noCache,generate:draft "
-    asked += f"--dtype float32 --dataset {text_file} --sentenceLimit 60 --sentences 2 --promptLen 12 --tree 2,1"
-    assert cli.main([*asked.split(), "--out", str(tmp_path)]) == 0
-    run, *lines = lines_of(tmp_path)
-    assert run["models"]["target"]["name"] == "random-large" and run["flags"]["acceptance"] == 0.8
+def test_shapes_are_timed_with_synthetic_acceptance(shapes, run, tmp_path):
+    asked = "--target random:large --draft random:small --acceptance 0.8 --maxLen 12 --dtype float32"
+    record, *lines = run(f"{asked} --compare fixed,tree,noCache,generate:draft --tree 2,1")
+    assert record["models"]["target"]["name"] == "random-large" and record["flags"]["acceptance"] == 0.8
     assert {line["method"] for line in of_kind(lines)} == {"target", "fixed", "tree", "noCache"}
     assert {line["failed"] for line in lines if line.get("test") == "engine"} == {"it cannot accept guesses by a coin"}
     assert not [line for line in lines if line.get("of") == "overlap"]  # They say nothing of such models.

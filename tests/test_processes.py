@@ -19,6 +19,7 @@ import accelerate.state  # noqa: F401 - so that no fork has to import it
 import psutil
 import pytest
 from conftest import ROOT, few_mistakes, lines_of, prompted, refused
+from helpers import wait_for
 
 from experiments import processes as sharing
 from experiments.processes import SINGLE, Processes
@@ -166,9 +167,7 @@ def figures_of(folder):
         ("--draft self --draftBits 4 --compare self,block --ppl --sentences 3 --repeats 1", (1, 2)),
     ],
 )
-def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(
-    cli, flags, tmp_path, monkeypatch, work, counts
-):
+def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, monkeypatch, work, counts):
     few_mistakes(monkeypatch)
     found = []
     for count in counts:
@@ -183,7 +182,13 @@ def test_tokens_and_perplexities_are_the_same_for_any_number_of_processes(
 
 
 @pytest.mark.parametrize(
-    "asked, words", [("--steps", "--steps runs"), ("--compare generate", "generate runs"), ("--show", "--show")]
+    "asked, words",
+    [
+        ("--steps", "--steps runs"),
+        ("--compare generate", "generate runs"),
+        ("--show", "--show"),
+        ("--speed --batch 2", "--batch and --sweep batch run"),
+    ],
 )
 def test_what_one_process_measures_is_refused_by_several_in_one_line_of_process_0(cli, flags, tmp_path, asked, words):
     children, logs = launch(cli, [*flags, *asked.split()], tmp_path / "run", 2)
@@ -220,9 +225,7 @@ def test_a_process_that_dies_or_is_ended_ends_the_run_with_one_line(cli, flags, 
     def theirs():
         return [line for line in lines_of(tmp_path / "run") if line["kind"] == "speed" and line["prompt"] == 1]
 
-    end = time.monotonic() + 60
-    while not theirs() and time.monotonic() < end:
-        time.sleep(0.05)
+    wait_for(theirs)
     os.kill(children[victim].pid, number)
     killed = number == signal.SIGKILL
     assert wait(children[victim], 20) == (-number if killed else 2) and wait(children[1 - victim], 20) == 2
@@ -261,9 +264,7 @@ def test_accelerate_starts_the_processes(flags, tmp_path):
 def test_a_death_under_accelerate_is_one_line_of_process_0_and_its_report(flags, tmp_path):
     work = [ROOT / "test.py", *flags, "--compare", "block", "--repeats", "10000", "--device", "cpu", "--out", tmp_path]
     launcher = subprocess.Popen([*LAUNCH, "3", *map(str, work)], stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 120
-    while not lines_of(tmp_path)[1:] and time.monotonic() < end:
-        time.sleep(0.1)
+    wait_for(lambda: lines_of(tmp_path)[1:], 120)
     victim = next(child for child in psutil.Process(launcher.pid).children() if child.environ().get("RANK") == "2")
     victim.kill()
     said = launcher.communicate(timeout=30)[1]
