@@ -13,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from decoding.drafter import LengthRule
 from decoding.tree import Tree
 from engine.cachedModel import CachedModel
+from engine.compiling import compiled
 from engine.copies import weights_of
 from engine.kernels import loader
 from engine.quantised import Codes, quantised_copy, rounded
@@ -58,6 +59,34 @@ def wait_for(condition, seconds=60):
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     return condition()
+
+
+def roles(device="cpu", vocabulary=61):
+    """{role: model}: a target, and models that often agree with it, of which "self" shares its KV cache."""
+    models = {}
+    for role, noise in ("target", 0.0), ("draft", 0.4), ("mid", 0.2), ("self", 0.1):
+        model = tiny(vocabulary=vocabulary, layers=1).model
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.add_(noise * weight.std().nan_to_num() * torch.randn_like(weight))
+        models[role] = CachedModel(model.to(device), vocabulary, role, models["target"] if role == "self" else None)
+    return models
+
+
+def compiled_roles(models):
+    """`roles`, compiled: those that are on a device of the target's type."""
+    target = compiled(models["target"])
+    others = {role: model for role, model in models.items() if role != "target"}
+    for role, model in others.items():
+        if model.device.type == target.device.type:
+            others[role] = compiled(model, target if model.cache_of else None)
+    return {"target": target, **others}
+
+
+def captured(model, device="cuda"):
+    """A model on a GPU, whose steps are captured."""
+    return compiled(CachedModel(model.model.to(device), model.vocabulary, model.name))
 
 
 def random_codes(out, size, bits, group=32):

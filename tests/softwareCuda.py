@@ -25,11 +25,12 @@ capture for other reasons.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import sys
-import time
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -39,7 +40,6 @@ import torch._dynamo  # noqa: F401 - imported by a mode's first call, it would f
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-aten = torch.ops.aten
 ROOT = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = "site-packages"
 MEMORY = 16 << 30  # bytes of each device
@@ -51,27 +51,30 @@ COPYING, INDEXING = {"_to_copy", "copy_"}, {"index", "index_put", "index_put_", 
 LEAVING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 # Made of others, none of which is a sync: one call instead of a dozen.
 WHOLE = {"linear", "matmul", "reshape", "layer_norm", "softmax", "scaled_dot_product_attention"}
+BY_INDEX = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 # What MPS refuses.
 TYPES_WITHOUT_MPS = {torch.float64, torch.complex128, torch.bfloat16}
 SORTING = {"sort", "argsort", "topk", "kthvalue", "msort", "median", "mode", "unique_dim", "_unique2"}
 ALONG_AN_AXIS = {"sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 DROPPING = {"scaled_dot_product_attention", "dropout"}  # They draw in training only.
 RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_"}  # in place
+# What torch asks to make a device the current one: a table by the type of a device, in which meta devices do nothing.
+LIBC10 = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
+GUARDS = (ctypes.c_void_p * 21).in_dll(ctypes.CDLL(str(LIBC10)), "_ZN3c104impl26device_guard_impl_registryE")
+TYPES = {"cuda": 1, "mps": 13, "meta": 14}  # c10/core/DeviceType.h
 
 
 class Machine:
     """The devices, of one kind ("cuda" or "mps"), and what happened on them.
 
     syncs, copies: (what, "file:line" of the project) of each host sync, and of each asynchronous copy to a device.
-    done: work up to this number is known to be complete; queued: work so far. recording: the graph being captured.
-    captures: so far. streams: on which graphs were captured.
+    recording: the graph being captured. captures: so far. streams: on which graphs were captured.
     """
 
     def __init__(self, count: int, memory: int, kind: str) -> None:
         self.count, self.memory, self.used, self.kind = count, memory, Counter(), kind
         self.syncs: list[tuple[str, str]] = []
         self.copies: list[tuple[str, str]] = []
-        self.queued = self.done = 0
         self.recording: Graph | None = None
         self.captures, self.streams = 0, weakref.WeakSet()
 
@@ -80,7 +83,6 @@ class Machine:
         if self.recording is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what}, {line()})")
         self.syncs.append((what, line()))
-        self.done = self.queued
 
     def forget(self) -> None:
         """Empty the lists."""
@@ -160,6 +162,9 @@ class OnDevice(torch.Tensor):
     def numpy(self, **options: object) -> None:
         raise TypeError(f"can't convert {self.device} device type tensor to numpy; use Tensor.cpu() first")
 
+    def tolist(self) -> list:
+        return self.cpu().tolist()
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -205,18 +210,15 @@ def is_made_of_others(func: object) -> bool:
     return name_of(func) not in WHOLE and has_kernel(func.name(), "CompositeImplicitAutograd")
 
 
-def inner(value: object, found: list[torch.Tensor]) -> object:
-    """`value` with CPU tensors for its tensors; `found` gets all of these tensors as they are."""
+def mapped(change: Callable[[torch.Tensor], torch.Tensor], value: object) -> object:
+    """An argument or a result, each of its tensors changed."""
     if isinstance(value, torch.Tensor):
-        found.append(value)
-        return value.inner if isinstance(value, OnDevice) else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(inner(each, found) for each in value)
-    return value
+        return change(value)
+    return type(value)(mapped(change, part) for part in value) if isinstance(value, (list, tuple)) else value
 
 
 def tensors(value: object) -> list[torch.Tensor]:
-    """The tensors of a result."""
+    """The tensors of an argument or a result."""
     if isinstance(value, torch.Tensor):
         return [value]
     return [each for part in value for each in tensors(part)] if isinstance(value, (list, tuple)) else []
@@ -225,24 +227,19 @@ def tensors(value: object) -> list[torch.Tensor]:
 def dispatch(func, args: tuple, kwargs: dict) -> object:
     """Every operator comes here."""
     named = kwargs.get("device") or next((arg for arg in args if isinstance(arg, torch.device)), None)
-    if is_made_of_others(func):
-        if MACHINE.device(named) or any(isinstance(each, OnDevice) for each in tensors(list(args))):
-            with Operators():
-                return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs)
-    given: list[torch.Tensor] = []
-    own_args = tuple(inner(arg, given) for arg in args)
-    own_kwargs = {name: inner(arg, given) for name, arg in kwargs.items()}
+    given = tensors([*args, *kwargs.values()])
     devices = {each.device for each in given if isinstance(each, OnDevice)}
     target = MACHINE.device(named) if named is not None else next(iter(devices), None)
     if not devices and target is None:
         return func(*args, **kwargs)
+    if is_made_of_others(func):
+        with Operators():
+            return func.decompose(*args, **kwargs)
     check(func, given, devices, named, kwargs)
+    options = {name: mapped(inner, arg) for name, arg in kwargs.items() if name != "pin_memory"}
     if MACHINE.device(named):
-        own_kwargs["device"] = torch.device("cpu")
-    own_kwargs.pop("pin_memory", None)
-    MACHINE.queued += 1
-    result = perform(func, own_args, own_kwargs)
+        options["device"] = torch.device("cpu")
+    result = perform(func, mapped(inner, args), options)
     if target is None:
         return result
     if name_of(func) in LEAVING:
@@ -255,20 +252,21 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
         count = len(func._schema.returns)
         return None if count == 0 else returned[0] if count == 1 else tuple(returned)
     with torch.inference_mode(False) if outside else contextlib.nullcontext():
-        return on_device(result, target, shares)
+        return mapped(functools.partial(on_device, target, shares), result)
 
 
-def on_device(result: object, device: torch.device, shares: bool) -> object:
-    """The results of an operator as tensors of the device."""
-    if isinstance(result, torch.Tensor):
-        if device.type == "mps" and result.dtype in TYPES_WITHOUT_MPS:
-            raise TypeError(f"Cannot convert a MPS Tensor to {result.dtype} ({line()})")
-        if not shares and MACHINE.recording is None:
-            MACHINE.allocate(result, device)
-        return OnDevice(result, device)
-    if isinstance(result, (list, tuple)):
-        return type(result)(on_device(each, device, shares) for each in result)
-    return result
+def inner(tensor: torch.Tensor) -> torch.Tensor:
+    """The CPU tensor that computes for a tensor."""
+    return tensor.inner if isinstance(tensor, OnDevice) else tensor
+
+
+def on_device(device: torch.device, shares: bool, result: torch.Tensor) -> OnDevice:
+    """The result of an operator as a tensor of the device."""
+    if device.type == "mps" and result.dtype in TYPES_WITHOUT_MPS:
+        raise TypeError(f"Cannot convert a MPS Tensor to {result.dtype} ({line()})")
+    if not shares and MACHINE.recording is None:
+        MACHINE.allocate(result, device)
+    return OnDevice(result, device)
 
 
 def check(func, given: list[torch.Tensor], devices: set, named: object, kwargs: dict) -> None:
@@ -403,7 +401,6 @@ class Graph:
         """Run the operators again."""
         if MACHINE.recording is not None:
             raise RuntimeError("CUDA error: a graph is replayed during a capture")
-        MACHINE.queued += 1
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.inference_mode():
             for memory, tensor in self.read.values():
                 if memory() is None:  # Only the tape refers to it: it was freed, and may hold anything.
@@ -452,51 +449,16 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         pass
 
-    def synchronize(self) -> None:
-        MACHINE.sync("Stream.synchronize")
-
-
-class Event:
-    """`torch.cuda.Event`. Its time can be read when the host knows that it has passed."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        self.number = self.time = None
-
-    def record(self, *args: object) -> None:
-        MACHINE.queued += 1
-        self.number, self.time = MACHINE.queued, time.perf_counter()
-
-    def query(self) -> bool:
-        return self.number is not None and self.number <= MACHINE.done
-
-    def synchronize(self) -> None:
-        MACHINE.sync("Event.synchronize")
-
-    def elapsed_time(self, later: Event) -> float:
-        if not (self.query() and later.query()):
-            raise RuntimeError("CUDA error: device not ready (an event was read before a sync)")
-        return (later.time - self.time) * 1e3
-
-
-class MpsEvent(Event):
-    """`torch.mps.event.Event`. Its time makes the host wait."""
-
-    def elapsed_time(self, later: Event) -> float:
-        MACHINE.sync("Event.elapsed_time")
-        return super().elapsed_time(later)
-
 
 class Functions(TorchFunctionMode):
     """What is decided before an operator is called: generators, pinned memory, `torch.tensor`."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.tensor:
+        if func is torch.tensor or (func is torch.as_tensor and not isinstance(args[0], torch.Tensor)):
             return make_tensor(*args, **kwargs)
         if func is torch.device and args and isinstance(args[0], int):
             return torch.device(MACHINE.kind, args[0])
-        if func is torch.as_tensor and not isinstance(args[0], torch.Tensor):
-            return make_tensor(*args, **kwargs)
         if func is torch.Tensor.pin_memory:
             if MACHINE.recording is not None:
                 raise RuntimeError("CUDA error: pinned memory is allocated during a capture")
@@ -508,8 +470,10 @@ class Functions(TorchFunctionMode):
         if kwargs.get("device") is not None:
             device = kwargs["device"]
             kwargs = {**kwargs, "device": numbered(torch.device(device) if isinstance(device, str) else device)}
-        if func in INSTEAD and isinstance(args[0], OnDevice):
-            return INSTEAD[func](*args, **kwargs)
+        if func in BY_INDEX and isinstance(args[0], OnDevice):  # torch makes tensors of lists where no mode sees it.
+            parts, where = args[1] if isinstance(args[1], tuple) else (args[1],), args[0].device
+            index = tuple(make_tensor(part, device=where) if isinstance(part, list) else part for part in parts)
+            args = args[0], index, *args[2:]
         generator = kwargs.get("generator")
         if generator is not None:
             drawn = kwargs.get("device") or next((each.device for each in tensors(list(args))), "cpu")
@@ -517,70 +481,6 @@ class Functions(TorchFunctionMode):
             if wanted != got:
                 raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{got}'")
         return func(*args, **kwargs)
-
-
-def by_index(tensor: OnDevice, index: object, *value: object) -> torch.Tensor | None:
-    """`tensor[index]`, or `tensor[index] = value`."""
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"the software device computes no gradients ({line()})")
-    parts = index if isinstance(index, tuple) else (index,)
-    taken = sum(dims_of(part) for part in parts)
-    whole = (slice(None),) * (tensor.dim() - taken)
-    where = next((i for i, part in enumerate(parts) if part is Ellipsis), None)
-    parts = (*parts, *whole) if where is None else (*parts[:where], *whole, *parts[where + 1 :])
-    view, dim, at = tensor, 0, []  # `at`: what `aten.index` takes, for each dimension but those of whole masks
-    for part in parts:
-        if isinstance(part, int) and not isinstance(part, bool):
-            view = view.select(dim, part)
-            continue
-        if part is None:
-            view = view.unsqueeze(dim)
-        elif isinstance(part, slice):
-            bounds = [number_of(end) if isinstance(end, OnDevice) else end for end in (part.start, part.stop)]
-            view = aten.slice(view, dim, *bounds, 1 if part.step is None else part.step)
-        kept = part is None or isinstance(part, slice)
-        at.append(None if kept else part if isinstance(part, torch.Tensor) else make_tensor(part, device=tensor.device))
-        dim += 1 if kept else dims_of(part)
-    chosen = any(part is not None for part in at)
-    if not value:
-        return aten.index(view, at) if chosen else view
-    given = value[0] if isinstance(value[0], torch.Tensor) else torch.tensor(value[0], dtype=tensor.dtype)
-    if chosen:
-        aten.index_put_(view, at, given)
-    else:
-        aten.copy_(view, given)
-
-
-def dims_of(part: object) -> int:
-    """How many dimensions a part of an index takes."""
-    if part is None or part is Ellipsis:
-        return 0
-    return part.dim() if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
-
-
-def number_of(tensor: OnDevice) -> object:
-    """The number of a tensor that has one."""
-    return aten._local_scalar_dense(tensor.reshape(()))
-
-
-# Methods that ask a library for the device before they call an operator. There is no library.
-INSTEAD = {
-    torch.Tensor.__getitem__: by_index,
-    torch.Tensor.__setitem__: by_index,
-    torch.Tensor.copy_: lambda tensor, source, non_blocking=False: aten.copy_(tensor, source, non_blocking),
-    torch.Tensor.contiguous: lambda tensor: (
-        tensor if tensor.is_contiguous() else aten.clone(tensor, memory_format=torch.contiguous_format)
-    ),
-    torch.Tensor.__invert__: lambda tensor: aten.bitwise_not(tensor),
-    torch.Tensor.item: number_of,
-    torch.Tensor.__bool__: lambda tensor: bool(number_of(tensor)),
-    torch.Tensor.__int__: lambda tensor: int(number_of(tensor)),
-    torch.Tensor.__index__: lambda tensor: int(number_of(tensor)),
-    torch.Tensor.__float__: lambda tensor: float(number_of(tensor)),
-    torch.Tensor.tolist: lambda tensor: tensor.to("cpu").tolist(),
-    torch.Tensor.cpu: lambda tensor: tensor.to("cpu"),
-    torch.Tensor.nonzero: lambda tensor: aten.nonzero(tensor),
-}
 
 
 def numbered(value: object) -> object:
@@ -633,7 +533,6 @@ def cuda(own: Machine) -> dict[str, object]:
         "synchronize": lambda *device: own.sync("torch.cuda.synchronize"),
         "is_bf16_supported": lambda *args, **options: True,
         "Stream": Stream,
-        "Event": Event,
         "current_stream": lambda *device: Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
         "CUDAGraph": Graph,
@@ -647,8 +546,6 @@ def cuda(own: Machine) -> dict[str, object]:
         "manual_seed": nothing,
         "manual_seed_all": nothing,
         "memory_allocated": used,
-        "max_memory_allocated": used,
-        "reset_peak_memory_stats": nothing,
     }
 
 
@@ -659,9 +556,6 @@ def mps(own: Machine) -> dict[str, object]:
         "device_count": lambda: own.count,
         "empty_cache": lambda: None,
         "manual_seed": lambda seed: None,
-        "current_allocated_memory": lambda: own.used[0],
-        "driver_allocated_memory": lambda: own.used[0],
-        "recommended_max_memory": lambda: own.memory,
     }
 
 
@@ -675,11 +569,11 @@ def machine(count: int = 1, memory: int = MEMORY, kind: str = "cuda"):
     users = [each for each in list(sys.modules.values()) if vars(each).get("Generator") is real]
     with contextlib.ExitStack() as stack:
         offered = cuda(MACHINE) if kind == "cuda" else mps(MACHINE)
-        for name, new in offered.items():
-            stack.enter_context(mock.patch.object(getattr(torch, kind), name, new))
+        stack.enter_context(mock.patch.multiple(getattr(torch, kind), **offered))
         if kind == "mps":
-            stack.enter_context(mock.patch.object(torch.mps.event, "Event", MpsEvent))
             stack.enter_context(mock.patch.object(torch.backends.mps, "is_available", lambda: True))
+        stack.callback(GUARDS.__setitem__, TYPES[kind], GUARDS[TYPES[kind]])
+        GUARDS[TYPES[kind]] = GUARDS[TYPES["meta"]]
         for module in users:
             stack.enter_context(mock.patch.object(module, "Generator", Generator))
         # transformers would load weights in threads of its own, which no mode sees.

@@ -16,7 +16,7 @@ import pytest
 import softwareCuda
 import torch
 from conftest import of_kind, prompted, refused
-from helpers import FULL
+from helpers import FULL, compiled_roles, roles
 from torch.autograd import DeviceType
 from transformers import GPTNeoXConfig
 
@@ -25,12 +25,10 @@ import PPL
 import specSampling as loop
 import utils
 from benchmark import steps as step_times
-from decoding import model as steps
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
 from engine import cudaModel
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled
 from engine.cudaModel import CudaModel, no_captures
 from inputs import randomModels
 from lossless.mistakes import always_accept
@@ -70,34 +68,15 @@ WITHOUT_CACHE = {"noCache", "speculativeNoCache"}  # They compute no step that c
 ON_GPU = [name for name, method in METHODS.items() if not method.engine and name != "head"]
 
 
-def models(device, vocabulary=MANY):
-    """{role: model}: a target, and models that often agree with it, of which "self" shares its KV cache."""
-    made = {}
-    for role, noise in ("target", 0.0), ("draft", 0.4), ("mid", 0.2), ("self", 0.1):
-        model = helpers.tiny(vocabulary=vocabulary, layers=1).model
-        torch.manual_seed(1)
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.add_(noise * weight.std().nan_to_num() * torch.randn_like(weight))
-        made[role] = CachedModel(model.to(device), vocabulary, role, made["target"] if role == "self" else None)
-    return made
-
-
 @functools.cache
 def on_cpu(vocabulary=MANY):
-    return models("cpu", vocabulary)
+    return roles("cpu", vocabulary)
 
 
 def on_gpu(engine, vocabulary=MANY, **others):
     """The models on the software device, others as given; recorded, as `--compile` does, or not."""
-    made = models("cuda", vocabulary) | others
-    if engine == "eager":
-        return made
-    target = compiled(made.pop("target"))
-    return {"target": target} | {
-        role: model if model.device.type == "cpu" else compiled(model, target if model.cache_of else None)
-        for role, model in made.items()
-    }
+    models = roles("cuda", vocabulary) | others
+    return models if engine == "eager" else compiled_roles(models)
 
 
 def is_recorded(made):
@@ -201,7 +180,7 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
     """Greedy texts, with a repetition penalty too; and one host sync a round if both are GPUs."""
     cpu = on_cpu()
     for sampling in (PENALISED, GREEDY) if FULL or name == "fixed" else (GREEDY,):
-        made = on_gpu(engine, draft=models(device)["draft"])
+        made = on_gpu(engine, draft=roles(device, MANY)["draft"])
         texts = sampler(name, made)(FIRST, max_len=10, sampling=sampling)[0]
         assert texts == sampler(name, cpu)(FIRST, max_len=10, sampling=sampling)[0]
     for _ in range(2):  # The first text makes the captures, which synchronise.
@@ -216,8 +195,8 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
 def test_perplexity_is_that_of_the_cpu(request, machine, devices):
     """On one device, and with a draft on a device of its own."""
     request.getfixturevalue(machine)
-    made = [[models(device)[role] for role, device in zip(("target", "draft"), of)] for of in (("cpu",) * 2, devices)]
-    wanted, found = (PPL.perplexities(FIRST[0] * 4, *pair) for pair in made)
+    pairs = [[roles(device)[role] for role, device in zip(("target", "draft"), of)] for of in (("cpu",) * 2, devices)]
+    wanted, found = (PPL.perplexities(FIRST[0] * 4, *pair) for pair in pairs)
     assert found == pytest.approx(wanted, rel=1e-6)
 
 
@@ -240,18 +219,6 @@ def test_a_tensor_left_on_the_cpu_is_caught(gpu, monkeypatch):
         text_of()
 
 
-def test_a_sync_inside_a_capture_is_caught(gpu, monkeypatch):
-    pick = steps.pick
-
-    def waiting(probs, u):
-        assert probs.sum().item() > 0
-        return pick(probs, u)
-
-    monkeypatch.setattr(steps, "pick", waiting)
-    made = on_gpu("recorded")
-    assert sampler("fixed", made)(FIRST, max_len=10, sampling=GREEDY)[0] == right()[0] and not is_recorded(made)
-
-
 def test_a_value_baked_into_a_recording_is_caught(gpu, monkeypatch):
     """Where the first text's tokens went is where all go: a replay must read the positions again."""
     forward, kept = CachedModel.forward, {}
@@ -268,16 +235,16 @@ def test_a_value_baked_into_a_recording_is_caught(gpu, monkeypatch):
     assert text_of() != right() and kept
 
 
-def test_a_result_that_is_not_computed_again_is_caught(gpu, monkeypatch):
-    """Nothing is replayed: what the capture left are nan and -1."""
-    monkeypatch.setattr(softwareCuda.Graph, "replay", lambda self: None)
-    with pytest.raises(Exception, match="not finite|index|range"):
-        assert text_of() == right(), "a text that is not finite"
-
-
-def test_a_result_that_the_next_replay_overwrites_is_caught(gpu, monkeypatch):
-    """Results are not cloned: another graph of the pool has the same memory."""
-    monkeypatch.setattr(cudaModel, "tree_map_only", lambda kind, clone, results: results)
+@pytest.mark.parametrize(
+    "place, name, mistake",
+    [
+        (softwareCuda.Graph, "replay", lambda graph: None),
+        (cudaModel, "tree_map_only", lambda kind, clone, results: results),  # Not cloned: the pool's graphs share it.
+    ],
+)
+def test_a_result_that_is_not_computed_again_or_is_overwritten_is_caught(gpu, monkeypatch, place, name, mistake):
+    """What a capture leaves, and another graph's replay, are nan and -1."""
+    monkeypatch.setattr(place, name, mistake)
     with pytest.raises(Exception, match="not finite|index|range"):
         assert text_of() == right(), "a text that is not finite"
 
@@ -297,14 +264,34 @@ def test_a_wait_in_every_round_is_counted(gpu, monkeypatch):
 # The device itself.
 
 
-def test_tensors_modules_and_generators_say_where_they_are(gpu):
-    assert str(torch.zeros(2, device="cuda").device) == "cuda:0" and torch.ones(1, device="cuda:1").is_cuda
-    assert str(torch.nn.Linear(2, 2).to("cuda").weight.device) == "cuda:0"
-    assert str(torch.Generator("cuda").device) == "cuda:0" and str(torch.Generator().device) == "cpu"
-    assert torch.zeros(1).device.type == "cpu"
-    assert torch.tensor([1.0], device="meta").is_meta  # Else transformers leaves buffers of a loaded model unwritten.
-    with pytest.raises(RuntimeError, match="ordinal"):
-        torch.zeros(1, device="cuda:2")
+DOUBLE = torch.tensor(1.0, dtype=torch.float64)
+REFUSED = [
+    ("cuda", "same device", lambda there: there + torch.arange(3, device="cuda:1")),
+    ("cuda", "same device", lambda there: torch.cat([there, torch.arange(3)])),
+    ("cuda", "numpy", lambda there: there.numpy()),
+    ("cuda", "generator", lambda there: torch.rand(2, device="cuda", generator=torch.Generator())),
+    ("cuda", "generator", lambda there: torch.rand(2, generator=torch.Generator("cuda"))),
+    ("cuda", "ordinal", lambda there: torch.zeros(1, device="cuda:2")),
+    ("mps", "MPS", lambda there: torch.zeros(1, dtype=torch.float64, device="mps")),
+    ("mps", "MPS", lambda there: DOUBLE.to("mps")),
+    ("mps", "MPS", lambda there: there.double()),
+    ("mps", "MPS", lambda there: torch.mul(there.float(), DOUBLE)),
+    ("mps", "MPS", lambda there: there.bfloat16()),
+    ("mps", "MPS", lambda there: there.sort()),
+    ("mps", "MPS", lambda there: there.topk(2)),
+    ("mps", "dimensions", lambda there: torch.zeros(1, 1, 1, 1, 2, device="mps").cumsum(0)),
+]
+
+
+@pytest.mark.parametrize("kind, words, work", REFUSED)
+def test_what_a_device_refuses_is_refused(kind, words, work):
+    with softwareCuda.machine(2 if kind == "cuda" else 1, kind=kind):
+        there = torch.arange(3, device=kind)
+        with pytest.raises((RuntimeError, TypeError), match=words):
+            work(there)
+        assert (there + torch.tensor(2)).tolist() == [2, 3, 4]  # A 0-dimensional CPU tensor is a number.
+        assert there.float().sort(descending=True).values.tolist() == [2.0, 1.0, 0.0] and there.device.type == kind
+        assert torch.tensor([1.0], device="meta").is_meta  # Else transformers leaves a model's buffers unwritten.
 
 
 def test_memory_that_nobody_has_written_is_poisoned(gpu):
@@ -314,102 +301,39 @@ def test_memory_that_nobody_has_written_is_poisoned(gpu):
     assert torch.empty(2, dtype=torch.int64, device="cuda").tolist() == [-1, -1]
 
 
-def test_what_cuda_refuses_is_refused(gpu):
-    there, here, other = torch.arange(3.0, device="cuda"), torch.arange(3.0), torch.arange(3.0, device="cuda:1")
-    for wrong in (lambda: there + here, lambda: there + other, lambda: torch.cat([there, here])):
-        with pytest.raises(RuntimeError, match="same device"):
-            wrong()
-    assert (there + torch.tensor(2.0)).tolist() == [2.0, 3.0, 4.0]  # A 0-dimensional CPU tensor is a number.
-    with pytest.raises(TypeError, match="numpy"):
-        there.numpy()
-    for generator, device in (torch.Generator(), "cuda"), (torch.Generator("cuda"), "cpu"):
-        with pytest.raises(RuntimeError, match="generator"):
-            torch.rand(2, device=device, generator=generator)
+WAITING = [
+    lambda there: there.sum().item(),
+    lambda there: there.tolist(),
+    lambda there: there.cpu(),
+    lambda there: there[there > 3],
+    lambda there: there.nonzero(),
+    lambda there: there.unique(),
+    lambda there: bool((there > 3).any()),
+    lambda there: torch.tensor([1, 2], device="cuda"),
+    lambda there: there[torch.tensor([1, 2])],
+    lambda there: torch.cuda.synchronize(),
+]
+FORBIDDEN = [
+    *WAITING,
+    lambda there: torch.rand(2, device="cuda"),
+    lambda there: torch.tensor([1.0]).pin_memory(),
+    lambda there: torch.cuda.empty_cache(),
+]
 
 
-def test_syncs_are_counted_with_their_lines(gpu):
+def test_syncs_are_counted_with_their_lines_and_forbidden_in_a_capture(gpu):
     there = torch.arange(6, device="cuda")
-    waiting = [
-        lambda: there.sum().item(),
-        lambda: there.tolist(),
-        lambda: there.cpu(),
-        lambda: there[there > 3],
-        lambda: there.nonzero(),
-        lambda: there.unique(),
-        lambda: bool((there > 3).any()),
-        lambda: torch.tensor([1, 2], device="cuda"),
-        lambda: there[torch.tensor([1, 2])],
-        lambda: torch.cuda.synchronize(),
-    ]
-    for i, work in enumerate(waiting, 1):
-        work()
+    for i, work in enumerate(WAITING, 1):
+        work(there)
         assert len(gpu.syncs) == i
     assert all(place.startswith("tests/test_softwareCuda.py:") for _, place in gpu.syncs)
     gpu.forget()
     torch.tensor([1, 2]).pin_memory().to("cuda", non_blocking=True)
     there[1:4].add_(1).clamp_(max=3)[None, :].gather(1, there[:1][None])
     assert gpu.syncs == [] and len(gpu.copies) == 1
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    end.record()
-    with pytest.raises(RuntimeError, match="not ready"):
-        start.elapsed_time(end)
-    torch.cuda.synchronize()
-    assert start.elapsed_time(end) >= 0
-
-
-def test_indices_are_those_of_torch(gpu):
-    here = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0))
-    mask, i, j = here[..., 0] > 0, torch.tensor([0, 2]), torch.tensor([1, 3])
-    indices = [
-        lambda m, i, j: m,
-        lambda m, i, j: (i, slice(None), None),
-        lambda m, i, j: (i, j),
-        lambda m, i, j: (..., j),
-        lambda m, i, j: (1, m[1]),
-        lambda m, i, j: (slice(None), slice(-2, None), 1),
-        lambda m, i, j: (None, ..., 2),
-        lambda m, i, j: [0, 2],
-        lambda m, i, j: (slice(None), slice(1, j[1])),
-    ]
-    there, *named = (each.to("cuda") for each in (here, mask, i, j))
-    for index in indices:
-        ours, theirs = index(*named), index(mask, i, j)
-        assert torch.equal(there[ours].cpu(), here[theirs])
-        changed, wanted = there.clone(), here.clone()
-        changed[ours], wanted[theirs] = 2.0, 2.0
-        changed[ours], wanted[theirs] = there[ours] * 3, here[theirs] * 3
-        assert torch.equal(changed.cpu(), wanted)
-
-
-def test_a_graph_computes_when_it_is_replayed(gpu):
-    given, sums = torch.tensor([1.0, 2.0], device="cuda"), torch.zeros(2, device="cuda")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        doubled = given * 2
-        sums += doubled
-        count = (given > 0).sum()
-    assert doubled.isnan().all() and count.tolist() == -1 and sums.tolist() == [0.0, 0.0]
-    given.copy_(torch.tensor([3.0, -4.0]))
-    graph.replay()
-    assert doubled.tolist() == [6.0, -8.0] and count.tolist() == 1 and sums.tolist() == [6.0, -8.0]
-    graph.replay()
-    assert sums.tolist() == [12.0, -16.0]
-
-
-def test_what_a_capture_forbids_raises(gpu):
-    given = torch.ones(2, device="cuda")
-    forbidden = [
-        lambda: given.sum().item(),
-        lambda: torch.rand(2, device="cuda"),
-        lambda: torch.tensor([1.0], device="cuda"),
-        lambda: torch.tensor([1.0]).pin_memory(),
-        lambda: torch.cuda.empty_cache(),
-        lambda: torch.cuda.synchronize(),
-    ]
-    for work in forbidden:
+    for work in FORBIDDEN:
         with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            work()
+            work(there)
 
 
 def test_memory_that_was_freed_after_a_capture_is_caught(gpu):
@@ -456,6 +380,7 @@ MODES = {
         "--sweep --compile --sentences 1 --maxLen 6",
         "--diversity --prompt lamp --maxLen 6 --repeats 2",
         "--show --compile",
+        "--compare fixed,generate:plain --steps --compile --maxLen 6",
     ],
     "mps": [
         "--speed --ppl --compile --top_k 5 --dtype float32",  # What is compiled stays eager.
@@ -472,8 +397,15 @@ MODES = {
 RUNS = [(device, words) for device in MODES for words in MODES[device]] if FULL else [("mps", MODES["mps"][0])]
 
 
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Steps are timed once, on short texts."""
+    for name, value in {"TURNS": (1, 1), "LARGE": 1 << 20, "CONTEXTS": (64, 128)}.items():
+        monkeypatch.setattr(step_times, name, value)
+
+
 @pytest.mark.parametrize("device, words", RUNS)
-def test_every_mode_runs(run, flags, capsys, device, words):
+def test_every_mode_runs(run, flags, capsys, few_steps, device, words):
     more = words.split()
     with softwareCuda.machine(2 if device == "cuda" else 1, kind=device):
         for _ in range(1 + ("cuda:1" in words)):  # The second run finds the memory that the first one leaves.
@@ -481,24 +413,15 @@ def test_every_mode_runs(run, flags, capsys, device, words):
     named = {"--compare": "speed", "--sweep": "costs"}
     kinds = {"queue"} if "--batch" in words else {named.get(word, word[2:]) for word in more if word in ANALYSES}
     assert kinds <= {line["kind"] for line in lines}
+    if "--steps" in more:
+        assert {line["method"] for line in of_kind(lines)} == {"target", "fixed", "generate:plain"}
+        assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
     assert ("not on mps" in capsys.readouterr().err) == (device == "mps" and "--compile" in words)
 
 
-@pytest.mark.skipif(not FULL, reason="FULL=1: a minute")
-def test_the_steps_and_the_methods_of_transformers_are_timed(gpu, run, monkeypatch):
-    monkeypatch.setattr(step_times, "TURNS", (1, 1))
-    monkeypatch.setattr(step_times, "LARGE", 1 << 20)
-    monkeypatch.setattr(step_times, "CONTEXTS", (64, 128))
-    lines = run(ON_CUDA + "--compare fixed,generate:plain --steps --compile --maxLen 6")
-    assert {line["method"] for line in of_kind(lines)} == {"target", "fixed", "generate:plain"}
-    assert {line["what"] for line in lines if line.get("of") == "step"} >= {"forward", "prefill", "growth", "round"}
-
-
 @pytest.mark.parametrize("device", ["cuda", "cpu"] if FULL else ["cpu"])
-def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch, device):
+def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch, few_steps, device):
     """Models are small here. Planted: all guesses are accepted."""
-    monkeypatch.setattr(step_times, "TURNS", (1, 1))
-    monkeypatch.setattr(step_times, "LARGE", 1 << 20)
     monkeypatch.setattr(selfCheck, "LENGTH", 6)
     monkeypatch.setattr(randomModels, "VOCABULARY", 64)
     monkeypatch.setattr(selfCheck, "BUNDLED", " ".join(flags[:4]))
@@ -607,7 +530,7 @@ def test_perplexity_where_float32_does_not_fit_is_measured_or_refused_first(run,
 @pytest.mark.parametrize("name", ON_GPU if FULL else ["block", "costAware", "cascade", "lookup"])
 def test_mps_writes_the_texts_of_the_cpu(apple, name):
     """Greedy texts; with a repetition penalty, too."""
-    made = models("mps")
+    made = roles("mps", MANY)
     for sampling in GREEDY, PENALISED:
         texts, wanted = (sampler(name, of)(FIRST, max_len=10, sampling=sampling)[0] for of in (made, on_cpu()))
         assert texts == wanted
@@ -618,25 +541,7 @@ FILTERED = Sampling(0.9, 4, 0.8)  # It selects and sorts.
 
 @pytest.mark.parametrize("name", ON_GPU if FULL else ["fixed"])
 def test_texts_drawn_on_mps_have_the_right_distribution(apple, name):
-    assert p_value(name, models("mps", FEW), "mps", FILTERED) > 1e-4
-
-
-def test_what_mps_lacks_is_refused(apple):
-    there, far = torch.arange(3, device="mps"), torch.zeros(1, 1, 1, 1, 2, device="mps")
-    for wrong in (
-        lambda: torch.zeros(1, dtype=torch.float64, device="mps"),
-        lambda: torch.zeros(1, dtype=torch.float64).to("mps"),
-        lambda: there.double(),
-        lambda: torch.mul(there.float(), torch.tensor(1.0, dtype=torch.float64)),
-        lambda: there.bfloat16(),
-        lambda: there.sort(),
-        lambda: there.topk(2),
-    ):
-        with pytest.raises(TypeError, match="MPS"):
-            wrong()
-    with pytest.raises(RuntimeError, match="dimensions"):
-        far.cumsum(0)
-    assert there.float().sort(descending=True).values.tolist() == [2.0, 1.0, 0.0] and str(there.device) == "mps:0"
+    assert p_value(name, roles("mps", FEW), "mps", FILTERED) > 1e-4
 
 
 def test_float64_on_mps_is_caught(apple, monkeypatch):
@@ -645,4 +550,4 @@ def test_float64_on_mps_is_caught(apple, monkeypatch):
     monkeypatch.setitem(VERIFICATIONS, "token", lambda p, q, drafts, u: rule(p.double(), q.double(), drafts, u))
     assert sampler("fixed", on_cpu())(FIRST, max_len=10, sampling=GREEDY)[0] == right()[0]
     with pytest.raises(TypeError, match="float64"):
-        sampler("fixed", models("mps"))(FIRST, max_len=10, sampling=GREEDY)
+        sampler("fixed", roles("mps", MANY))(FIRST, max_len=10, sampling=GREEDY)
