@@ -1,27 +1,14 @@
-"""What a GPU computes by fewer kernels: forwards that torch.compile joins, and Triton's kernel of filters and draws.
-
-The kernel runs in Triton's interpreter, if Triton is installed; with TRITON_INTERPRET=0 on a GPU.
-"""
+"""Triton's kernel of filters and draws: in Triton's interpreter, if Triton is installed; with TRITON_INTERPRET=0 on a
+GPU."""
 
 import importlib.metadata
 import importlib.util
 import math
 import os
-import sys
 
-import helpers
 import pytest
-import softwareCuda
 import torch
-from test_specSampling import PROMPTS, near
-from torch._dynamo.exc import FailOnRecompileLimitHit
-from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.compiling import compiled
-from engine.cudaModel import CudaModel
-from methods.drafters import ModelDrafter
-from regrSampling import regrSampling
-from specSampling import specSampling
 from utils import GREEDY, Sampling, pick, probabilities
 
 DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"  # conftest.py
@@ -37,121 +24,6 @@ def reason_without_triton():
 
 
 needs_triton = pytest.mark.skipif(bool(reason_without_triton()), reason=reason_without_triton())
-
-# torch.compile.
-
-
-@pytest.fixture
-def gpu():
-    with softwareCuda.machine() as machine:
-        yield machine
-
-
-def captured(model):
-    model.model.to("cuda")
-    return compiled(type(model)(model.model, model.vocabulary, model.name))
-
-
-@pytest.mark.parametrize(
-    "backend", ["eager", pytest.param("inductor", marks=pytest.mark.skipif(not helpers.FULL, reason="FULL=1"))]
-)
-@torch.inference_mode()
-def test_a_forward_compiles_without_breaks(backend):
-    """On a CPU. The shapes of rounds, and a new KV cache, are symbols in the end: they need few compilations."""
-    torch._dynamo.reset()  # Compilations for other tests count against its limit.
-    counter = CompileCounterWithBackend(backend)
-    eager, model = helpers.tiny(), helpers.tiny()
-    model.network = lambda tokens: torch.compile(model.model, fullgraph=True, backend=counter)
-    tokens = torch.tensor([[5, 9, 2, 11, 30, 7, 1]])
-    for capacity in 64, 128:
-        for each in eager, model:
-            each.reads_filled = False  # as on a GPU
-            each.reserve(1, capacity)
-        for first, n in (0, 7), (7, 1), (8, 5), (9, 2), (11, 3), (14, 4), (18, 1):
-            positions = torch.arange(first, first + n)[None]
-            wanted, found = (each.forward(tokens[:, :n], positions) for each in (eager, model))
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
-    assert counter.frame_count < 9
-
-
-def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
-    """Short blocks are; a prompt is not. The text is the CPU's, and what was written twice counts once."""
-    widths = []
-
-    def compile(model, fullgraph):
-        assert fullgraph
-
-        def fused(**inputs):
-            widths.append(inputs["input_ids"].shape[1])
-            return model(**inputs)
-
-        return fused
-
-    monkeypatch.setattr(torch, "compile", compile)
-    target, draft = captured(helpers.tiny()), captured(near(helpers.tiny(), noise=0.1))
-    text = specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)[0]
-    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
-    assert {1, 2, 5} <= set(widths) <= {1, 2, 3, 4, 5} and gpu.captures == len(target.graphs) + len(draft.graphs)
-    before = len(widths)
-    specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)
-    assert len(widths) == before  # Replays compute no Python.
-
-
-def fails_with(error):
-    def compiled(model, fullgraph):
-        def fails(**inputs):
-            raise error("no such\noperator")
-
-        return fails
-
-    return compiled
-
-
-def computes_something_else(model, fullgraph):
-    """The planted mistake of a compiler."""
-    return lambda input_ids, **inputs: model(input_ids=input_ids * 0, **inputs)
-
-
-@pytest.mark.parametrize(
-    "compiler, reason",
-    [
-        (fails_with(RuntimeError), "no such operator"),
-        (fails_with(FailOnRecompileLimitHit), "no such operator"),
-        (computes_something_else, "compiled, it computes something else"),
-    ],
-)
-def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(gpu, monkeypatch, capsys, compiler, reason):
-    """One line names the model, the step and the reason."""
-    monkeypatch.setattr(torch, "compile", compiler)
-    target = captured(helpers.tiny())
-    text = regrSampling(PROMPTS[:1], target, 30, GREEDY)[0]
-    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"{target.name}: the step draw") and line.endswith(f"torch.compile ({reason})")
-    assert target.graphs and not target.refused
-
-
-def test_a_kernel_that_fails_is_replaced_by_the_formulas(gpu, monkeypatch, capsys):
-    monkeypatch.setattr(CudaModel, "has_kernel", True)
-    monkeypatch.setitem(sys.modules, "engine.cudaKernels", None)  # as if Triton could not be imported
-    target = captured(helpers.tiny())
-    text = regrSampling(PROMPTS[:1], target, 30, GREEDY)[0]
-    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "without Triton's kernel" in line and not CudaModel.has_kernel and target.graphs
-
-
-def test_one_mask_serves_all_layers(gpu):
-    """Numbers in the model's dtype, aligned: CUDA's attention makes none in any layer."""
-    target = captured(helpers.tiny(layers=3))
-    regrSampling(PROMPTS[:1], target, 30, GREEDY)
-    for graph in target.graphs.values():
-        calls = [args for op, args, *_ in graph.graph.tape if "scaled_dot_product_attention" in str(op)]
-        assert len(calls) == 3 and len({args[3].data_ptr() for args in calls}) == 1
-        assert calls[0][3].dtype == torch.float32 and calls[0][3].shape[-1] % 64 == 0
-
-
-# Triton's kernel.
 
 SAMPLINGS = [
     Sampling(1.0, 0, 1.0),

@@ -1,20 +1,22 @@
-"""What `CudaModel` captures, beside the eager model on a CPU. All methods, and what a capture forbids, are in
-test_softwareCuda.py."""
+"""What `CudaModel` compiles and captures, beside the eager model on a CPU. All methods, and what a capture forbids, are
+in test_softwareCuda.py."""
 
 import itertools
+import sys
 
 import helpers
 import pytest
 import softwareCuda
 import torch
+from helpers import captured
+from test_cpuModel import check_draws
 from test_specSampling import FREE, PROMPTS, near
 from test_sweep import watched_alpha
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from decoding.rows import Rows
 from decoding.verification import RULES, token_rule
 from engine import cudaModel
-from engine.cachedModel import CachedModel
-from engine.compiling import compiled
 from engine.cudaModel import CudaModel, no_captures
 from experiments.speed import time_texts
 from methods.catalogue import build
@@ -31,11 +33,6 @@ PENALISED = Sampling(0.9, 40, 0.99, 1.3)
 def gpu():
     with softwareCuda.machine(2) as machine:
         yield machine
-
-
-def captured(model, device="cuda"):
-    """A model on a GPU, whose steps are captured."""
-    return compiled(CachedModel(model.model.to(device), model.vocabulary, model.name))
 
 
 def captured_pair():
@@ -92,23 +89,13 @@ def test_a_judged_block_is_that_of_the_cpu(rule, sampling):
     assert max(accepted) > 2 and steps_of(models[1]) == {"forward", "score_block"} and not models[1].refused
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 9])
 @pytest.mark.parametrize("sampling", [Sampling(0.9, 40, 0.95), PENALISED])
-@torch.inference_mode()
-def test_draws_are_those_of_the_cpu(width, sampling):
+def test_draws_are_those_of_the_cpu(sampling):
     """A graph reads two tokens at most; what a draft missed besides is read before."""
-    models = helpers.tiny(), captured(helpers.tiny())
-    prompts = torch.tensor([[5, 9, 2, 11, 8, 3, 1, 0, 4, 2], [7, 7, 30, 1, 5, 5, 9, 8, 8, 6]])
-    for model in models:
-        model.reserve(2, 20)
-    for count in 1, 4, 4, 2:
-        u, positions = torch.rand(count, 2), torch.arange(10 - width, 9 + count).expand(2, -1)
-        list(of_both(models, "forward", prompts[:, : 10 - width], torch.arange(10 - width).expand(2, -1)))
-        given = prompts[:, -width:], positions, u, sampling, seen_in(prompts, sampling)
-        wanted, found = of_both(models, "draw", *given)
-        assert torch.equal(found[0], wanted[0])
-        torch.testing.assert_close(found[1], wanted[1], atol=1e-5, rtol=1e-4)
-    assert {key[2] for key in models[1].graphs if key[0] == "draw"} == {(2, min(width, 2))}
+    eager, model = helpers.tiny(), captured(helpers.tiny())
+    for width, count in itertools.product((1, 2, 3, 9), (1, 4, 4, 2)):
+        check_draws(eager, model, 2, width, count, sampling)
+    assert {key[2] for key in model.graphs if key[0] == "draw"} == {(2, 1), (2, 2)}
 
 
 def test_a_rule_that_waits_is_computed_eagerly_after_a_forward_by_a_graph():
@@ -141,14 +128,6 @@ def test_a_graph_reads_prompts_of_all_lengths(monkeypatch, rows):
     assert {key[2] for key in target.graphs} == {(rows, 16), (rows, 32)}
     with pytest.raises(AssertionError):  # The mistake that the check is for.
         torch.testing.assert_close(target.prefill(Rows([[5]] * rows, 9, [target])).cpu(), wanted, atol=1e-5, rtol=1e-4)
-
-
-@torch.inference_mode()
-def test_prompts_of_different_lengths_are_read_eagerly():
-    eager, target = helpers.tiny(), captured(helpers.tiny())
-    wanted, found = (model.prefill(Rows([[5, 9, 2], [7]], 9, [model])).cpu() for model in (eager, target))
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    assert not target.graphs
 
 
 def test_graphs_live_as_long_as_their_cache(gpu):
@@ -220,21 +199,98 @@ def test_texts_are_timed_without_captures(gpu):
 
     def timed(name):
         def method(prompts, generators, batch, first=None):
-            before = gpu.captures
-            ends = None if first is None else (lambda row, token: True)
-            options = {"max_len": 16, "sampling": FREE, "generator": generators, "end_of_text": ends}
-            texts, records = samplers[name](prompts, **options)
+            before, ends = gpu.captures, None if first is None else (lambda row, token: True)
+            result = samplers[name](prompts, max_len=16, sampling=FREE, generator=generators, end_of_text=ends)
             if CudaModel.missed is not None:
-                timings.append((name, len(prompts[0]), gpu.captures - before, len(CudaModel.missed)))
-            return texts, records
+                assert gpu.captures == before
+                timings.append(((name, len(prompts[0])), len(CudaModel.missed)))
+            return result
 
         return method
 
     prompts = [[5, 9, 2, 11, 30, 1][: 2 + i] * (3 * i + 1) for i in range(1, 4)]
     lines = list(time_texts({name: timed(name) for name in GUESSING}, prompts, 1, 0, "cuda", warm_up=0))
-    assert len(lines) == 15 and target.cache.capacity == 128
-    assert all(captures == 0 for _, _, captures, _ in timings)
-    last = {(name, prompt): missed for name, prompt, _, missed in timings}  # costAware follows the clock.
-    assert all(missed == 0 for (name, _), missed in last.items() if name != "costAware")
-    assert len(timings) > len(lines)  # Some were timed again.
+    assert len(lines) == 15 < len(timings) and target.cache.capacity == 128  # Some were timed again.
+    missed = {count for (name, _), count in dict(timings).items() if name != "costAware"}  # It follows the clock.
+    assert missed == {0}
     assert not target.refused and not draft.refused
+
+
+# torch.compile, and the kernels that CUDA has.
+
+
+def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
+    """Short blocks are; a prompt is not. The text is the CPU's, and what was written twice counts once."""
+    widths = []
+
+    def compile(model, fullgraph):
+        assert fullgraph
+
+        def fused(**inputs):
+            widths.append(inputs["input_ids"].shape[1])
+            return model(**inputs)
+
+        return fused
+
+    monkeypatch.setattr(torch, "compile", compile)
+    target, draft = captured_pair()
+    text = specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)[0]
+    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
+    assert {1, 2, 5} <= set(widths) <= {1, 2, 3, 4, 5} and gpu.captures == len(target.graphs) + len(draft.graphs)
+    before = len(widths)
+    specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)
+    assert len(widths) == before  # Replays compute no Python.
+
+
+def fails_with(error):
+    def compiled(model, fullgraph):
+        def fails(**inputs):
+            raise error("no such\noperator")
+
+        return fails
+
+    return compiled
+
+
+def computes_something_else(model, fullgraph):
+    """The planted mistake of a compiler."""
+    return lambda input_ids, **inputs: model(input_ids=input_ids * 0, **inputs)
+
+
+@pytest.mark.parametrize(
+    "compiler, reason",
+    [
+        (fails_with(RuntimeError), "no such operator"),
+        (fails_with(FailOnRecompileLimitHit), "no such operator"),
+        (computes_something_else, "compiled, it computes something else"),
+    ],
+)
+def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(monkeypatch, capsys, compiler, reason):
+    """One line names the model, the step and the reason."""
+    monkeypatch.setattr(torch, "compile", compiler)
+    target = captured(helpers.tiny())
+    text = regrSampling(PROMPTS[:1], target, 30, GREEDY)[0]
+    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{target.name}: the step draw") and line.endswith(f"torch.compile ({reason})")
+    assert target.graphs and not target.refused
+
+
+def test_a_kernel_that_fails_is_replaced_by_the_formulas(monkeypatch, capsys):
+    monkeypatch.setattr(CudaModel, "has_kernel", True)
+    monkeypatch.setitem(sys.modules, "engine.cudaKernels", None)  # as if Triton could not be imported
+    target = captured(helpers.tiny())
+    text = regrSampling(PROMPTS[:1], target, 30, GREEDY)[0]
+    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "without Triton's kernel" in line and not CudaModel.has_kernel and target.graphs
+
+
+def test_one_mask_serves_all_layers():
+    """Numbers in the model's dtype, aligned: CUDA's attention makes none in any layer."""
+    target = captured(helpers.tiny(layers=3))
+    regrSampling(PROMPTS[:1], target, 30, GREEDY)
+    for graph in target.graphs.values():
+        calls = [args for op, args, *_ in graph.graph.tape if "scaled_dot_product_attention" in str(op)]
+        assert len(calls) == 3 and len({args[3].data_ptr() for args in calls}) == 1
+        assert calls[0][3].dtype == torch.float32 and calls[0][3].shape[-1] % 64 == 0
