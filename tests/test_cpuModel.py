@@ -137,12 +137,31 @@ def near_enough(found, wanted, error=1e-5):
 
 def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13, 16, 17, 31, 33, 64, 70)):
     """Assert that two models compute the same logits, keys and values: of prompts, of blocks of any width at any place,
-    of kept tokens, of moved slots, of nodes of trees, and of whole texts, whatever is in the cache. The compiled one's
-    cache has other rows too."""
+    of ragged blocks, kept tokens, moved slots, trees and texts, whatever the cache holds. The compiled one's cache has
+    other rows too."""
     generator = draws(rows)
 
     def same(*inputs):
         near_enough(*(each.forward(*inputs) for each in (model, eager)), error)
+
+    def same_of_some(tokens, positions, places=None):
+        """Of each row only its first tokens are computed and written; none of blocks of two."""
+        width = tokens.shape[1]
+        counts = torch.randint(width + 1, (rows, 1), generator=generator) * (width != 2)
+        wanted, before = eager.forward(tokens, positions, places), [layer.clone() for layer in layers_of(model)]
+        slots = positions if places is None else places.slots
+        left = torch.ones(rows, 400, dtype=torch.bool).scatter(1, slots, torch.arange(width) >= counts)
+        own = torch.stack([torch.randperm(width, generator=generator)[:2] for _ in range(rows)])
+        for keep in None, torch.tensor([0, width - 1, 0]), own:
+            columns = (torch.arange(width) if keep is None else keep).expand(rows, -1)
+            logits, computed = model.forward(tokens, positions, places, keep, counts[:, 0]), columns < counts
+            assert logits.shape[:2] == columns.shape and not logits[~computed].any()
+            if computed.any():
+                near_enough(logits[computed], wanted[torch.arange(rows)[:, None], columns][computed], error)
+        for layer, old in zip(layers_of(model), before):
+            after, untouched = (states[1 : 1 + rows].transpose(1, 2)[left] for states in (layer, old))
+            assert torch.equal(after.nan_to_num(), untouched.nan_to_num())
+        same(tokens, positions, places)
 
     eager.reserve(rows, 400)
     model.reserve(rows + 2, 400)
@@ -151,12 +170,13 @@ def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13
         layer.fill_(torch.nan)  # What no token was written to is not read, and no other row.
     for length in 40, 300, 129:  # More than the 256 tokens of all rows that the kernels read at once, and less.
         prompt, at = tokens_of(rows, length, generator), block_at([0] * rows, length)
+        same_of_some(prompt, at)
         same(prompt, at, None, torch.tensor([length - 1, 2, length // 2]))
     for keep in torch.tensor([100, 3, 100, 100, 4]), torch.zeros(140, dtype=torch.long):  # Some more than once.
         same(prompt, at, None, keep)
     for width in widths:
         starts = torch.randint(330 - width - 30, (rows,), generator=generator).tolist()
-        same(tokens_of(rows, width, generator), block_at(starts, width))
+        (same_of_some if width in widths[::3] else same)(tokens_of(rows, width, generator), block_at(starts, width))
     moved = [torch.stack([torch.randperm(300, generator=generator)[:9] for _ in range(rows)]) for _ in range(2)]
     with torch.inference_mode():
         for each in model, eager:
@@ -166,6 +186,7 @@ def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13
         assert layer[[0, -1]].isnan().all()
     for tree in Tree.of("3/2,1,0/1,2,0"), Tree.of("40"), Tree.of("2,2,2,2"):
         places = Places.at(torch.randint(230, (rows,), generator=generator), tree)
+        same_of_some(tokens_of(rows, tree.size + 1, generator), places.positions, places)
         for nodes in range(tree.size + 1), tree.levels[1], tree.levels[-1]:
             some, block = places.only(list(nodes)), tokens_of(rows, len(nodes), generator)
             same(block, some.positions, some)
@@ -180,22 +201,15 @@ def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13
     model.first_row = 0
 
 
-@pytest.mark.parametrize(
-    "kind, rows", [*((kind, 1) for kind in KINDS), ("gpt_neox", 2), ("llama", 3), ("gpt2", 9), ("qwen2", 0)]
-)
+@pytest.mark.parametrize("kind, rows", [*itertools.product(KINDS, (1, 3)), ("gpt2", 9), ("gpt_neox", 0), ("qwen2", 0)])
 def test_logits_keys_and_values_are_eagers(kind, rows):
     """Of one row and of rows that have positions of their own; 0: of every width of 1 to 70 tokens."""
-    eager, model = both(kind)
-    check(eager, model, rows or 1, **{} if rows else {"widths": range(1, 71)})
-    if "heads of" not in kind:
-        check_ragged(model)
+    check(*both(kind), rows or 1, **{} if rows else {"widths": range(1, 71)})
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "wide" in kind])
 def test_any_number_of_threads_computes_the_same(kind, three_threads):
-    eager, model = both(kind)
-    check(eager, model, 2, widths=(1, 8, 9, 17))
-    check_ragged(model)
+    check(*both(kind), 2, widths=(1, 8, 9, 17))
 
 
 @pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads", "heads of 96", "heads of 130", "heads of 256"])
@@ -209,8 +223,6 @@ def test_in_bfloat16_logits_are_as_near_as_transformers(kind):
             tokens = tokens_of(rows, width, draws(width))
             near, far = ((each.score(tokens) - exact.score(tokens)).norm() for each in (model, eager))
             assert near <= 1.2 * far
-    if "heads of" not in kind:
-        check_ragged(model, 0.02)
     assert model.keys_values()[0][0].dtype == torch.bfloat16 and eager.cache_dtype == torch.float32
 
 
@@ -293,16 +305,16 @@ def test_a_wrong_forward_is_seen(mistake, monkeypatch):
         text = lambda: model.bound[0] and model.bound[0].capacity == 70  # noqa: E731 - the cache of a text that is scored
         monkeypatch.setattr(model, "kernels", lambda: model.decoder if text() else kernels())
     with pytest.raises((AssertionError, RuntimeError)):
-        check_ragged(model)
-        check(eager, model)
+        check(eager, model, 2)
 
 
 # Draws.
 
 
 @torch.inference_mode()
-def drawn(model, prompts, width, count, sampling):
-    """What `model` draws after a block of that width: tokens and distributions. And the logits that come next."""
+def drawn(model, prompts, width, count, sampling, counts=None):
+    """What `model` draws after a block of that width: tokens and distributions. And the logits that come next, or after
+    ragged draws those in the place of the block."""
     rows, length = prompts.shape
     seen = torch.zeros(rows, 61, dtype=torch.bool).scatter(1, prompts, True)
     u = uniform(count, rows, device=torch.device("cpu"), generator=draws(count))
@@ -311,16 +323,18 @@ def drawn(model, prompts, width, count, sampling):
     model.reserve(rows, 40)
     model.forward(prompts[:, :-width], at[:, : length - width])
     block = prompts[:, -width:], at[:, length - width : -2]
-    tokens, q = model.draw(*block, u, sampling, seen if sampling.repetition_penalty != 1 else None)
-    return [x.cpu() for x in (tokens, q, model.forward(prompts[:, :2], at[:, -2:]))]
+    tokens, q = model.draw(*block, u, sampling, seen if sampling.repetition_penalty != 1 else None, counts)
+    after = length - width if counts else length + count - 1
+    return [x.cpu() for x in (tokens, q, model.forward(prompts[:, :2], at[:, after : after + 2]))]
 
 
-def check_draws(eager, model, rows, width, count, sampling):
-    """Assert that two models draw the same."""
+def check_draws(eager, model, rows, width, count, sampling, counts=None):
+    """Assert that two models draw the same. counts: of each row only so many tokens are drawn."""
     prompts = tokens_of(rows, 10, draws())
-    wanted, found = (drawn(each, prompts, width, count, sampling) for each in (eager, model))
-    assert torch.equal(found[0], wanted[0]) and found[0].shape == (rows, count)
-    torch.testing.assert_close(found[1], wanted[1], atol=1e-5, rtol=1e-4)
+    wanted, found = (drawn(each, prompts, width, count, sampling, counts) for each in (eager, model))
+    is_drawn = torch.arange(count) < torch.tensor(counts or [count] * rows)[:, None]
+    assert torch.equal(found[0], wanted[0] * is_drawn)
+    torch.testing.assert_close(found[1], wanted[1] * is_drawn[..., None], atol=1e-5, rtol=1e-4)
     near_enough(found[2], wanted[2], 1e-5)
 
 
@@ -332,6 +346,11 @@ def test_draws_are_those_of_a_model_step_by_step(sampling):
     eager, model = both("llama")
     for rows, width, count in itertools.product((1, 3), (1, 2, 5), (1, 2, 7)):
         check_draws(eager, model, rows, width, count, sampling)
+
+
+@pytest.mark.parametrize("sampling", [FREE, GREEDY, Sampling(0.7, 8, 0.9)])
+def test_ragged_draws_are_the_first_of_full_draws(sampling):
+    check_draws(*both("llama"), 4, 2, 5, sampling, [2, 0, 5, 1])
 
 
 WRONG_DRAWS = {
@@ -413,74 +432,6 @@ def test_what_cannot_be_read_is_refused_and_nothing_is_written():
         assert not any(layer.any() for layer in layers_of(model))
         model.forward(right, at, tree, torch.tensor([1, 0]))  # The mistake that the check is for.
         assert all(layer.any() for layer in layers_of(model))
-
-
-# Ragged blocks: of each row only its first tokens are computed, and the rows are a part of the cache.
-
-CACHE_ROWS, SLOTS = 6, 310
-
-
-def check_ragged(model, error=1e-5):
-    """Assert that a ragged block gives what the full one gives, and that it writes its own slots alone."""
-    generator, tree = draws(5), Tree.of("3/2,1,0/1,2,0")
-    model.reserve(CACHE_ROWS, SLOTS)
-    layers = layers_of(model)
-    for first, of_rows in (0, [3]), (2, [0, 7, 1, 4]), (3, [40, 2, 13]), (0, [1, 0, 300, 9, 12, 70]), (1, [0, 0]):
-        for in_tree in False, True:
-            width = tree.size + 1 if in_tree else max(*of_rows, 2) + 2
-            counts = torch.tensor([min(count, width - 1) for count in of_rows])
-            starts, model.first_row = torch.randint(SLOTS - width, (len(counts),), generator=generator), first
-            places = Places.at(starts, tree) if in_tree else None
-            positions = places.positions if in_tree else block_at(starts.tolist(), width)
-            tokens = tokens_of(len(counts), width, generator)
-            before = [torch.randn(layer.shape, generator=generator).to(layer.dtype) for layer in layers]
-            number, written = torch.arange(SLOTS) - starts[:, None], torch.zeros(CACHE_ROWS, SLOTS, dtype=torch.bool)
-            written[first : first + len(counts)] = (number >= 0) & (number < counts[:, None])
-            own = torch.stack([torch.randperm(width, generator=generator)[:2] for _ in counts])
-            for kept in None, torch.tensor([0, width - 1, 0]), own:
-                results = []
-                for some in counts, None:
-                    for layer, old in zip(layers, before):
-                        layer.copy_(old)
-                    logits = model.forward(tokens, positions, places, kept, some)
-                    results.append((logits, [layer.clone() for layer in layers]))
-                (ragged, after_ragged), (full, after_full) = results
-                column = torch.arange(width) if kept is None else kept
-                computed = column.expand(len(counts), column.shape[-1]) < counts[:, None]
-                assert ragged.shape == full.shape and (ragged[~computed] == 0).all()
-                if computed.any():
-                    near_enough(ragged[computed], full[computed], error)
-                for states in zip(before, after_ragged, after_full):
-                    old, after, wanted = (x.transpose(1, 2) for x in states)
-                    assert torch.equal(after[~written], old[~written])
-                    if written.any():
-                        near_enough(after[written].float(), wanted[written].float(), error)
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("sampling", [FREE, GREEDY, Sampling(0.7, 8, 0.9)])
-def test_ragged_draws_are_the_first_of_full_draws(sampling):
-    _, model = both("llama")
-    prompts, counts, generator = tokens_of(4, 9, draws()), [2, 0, 5, 1], draws(1)
-    u, at = uniform(5, 4, device=torch.device("cpu"), generator=generator), block_at([7] * 4, 6)
-    results = []
-    for first, given in (0, None), (2, counts):
-        model.reserve(6 + first, 40)
-        model.first_row = first
-        model.forward(prompts, block_at([0] * 4, 9))
-        for layer in layers_of(model):
-            layer[:, :, 9:] = 7.0
-        forwards = model.draw(prompts[:, -2:], at, u, sampling, None, given)
-        results.append((*forwards, [layer[first : first + 4].clone() for layer in layers_of(model)]))
-    (tokens, q, kept), (some, some_q, some_kept) = results
-    for row, count in enumerate(counts):
-        assert torch.equal(some[row, :count], tokens[row, :count]) and not some[row, count:].any()
-        torch.testing.assert_close(some_q[row, :count], q[row, :count], atol=1e-5, rtol=1e-4)
-        assert not some_q[row, count:].any()
-        last = 8 + count  # The last token that is drawn is not read.
-        for full, ragged in zip(kept, some_kept):
-            torch.testing.assert_close(ragged[row, :, :last], full[row, :, :last], atol=1e-4, rtol=1e-4)
-            assert (ragged[row, :, max(last, 9) :] == 7).all()
 
 
 # Texts.
