@@ -237,7 +237,7 @@ def configuration(kind, one):
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@pytest.mark.parametrize("seed", range(80 if helpers.FULL else 2))
+@pytest.mark.parametrize("seed", range(80 if helpers.FULL else 6))
 def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(kind, seed):
     torch.manual_seed(seed)
     config = configuration(kind, random.Random(f"{kind} {seed}").choice)
