@@ -334,7 +334,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
     "sweep-within": partial(within, "sweep"),
     "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),
-    **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-lookup", "batch-bundled")},
+    **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
     "overall-head": partial(overall, "categories-head"),
     "diversity": partial(printed, "diversity", "Diversity", notes=True),

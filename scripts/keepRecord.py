@@ -42,7 +42,6 @@ PLAIN = (
 )
 OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 5"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
-BATCHES = "--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
     "first": ("", 1),
     "compare": ("--compare all --repeats 1 --sentences 5", 5),
@@ -51,12 +50,11 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
-    "batch-copy": (f"{BATCHES} {OWN_COPY}", 1),
-    "batch-lookup": (f"{BATCHES} {REAL} --draft lookup", 1),
+    "batch-copy": (f"--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3 {OWN_COPY}", 1),
     "batch-bundled": ("--sweep batch --compile --maxLen 400 --sentences 16 --repeats 4", 1),
     "sweep": ("--sweep --temperature 0 0.5 0.85 1 --repeats 1 --sentences 6", 1),
     "categories": (f"--compare fixed,block,lookup,lookupFirst {COMPILED} --prompts sample --maxLen 96", 5),
-    "lossless": ("--lossless all --tokens 25600 --dtype bfloat16 --compile", 1),
+    "lossless": ("--lossless all --tokens 12800 --dtype bfloat16 --compile", 1),
     "diversity": ("--diversity --repeats 10", 1),
     "benchmark": (f"--compare all,{OTHERS} --steps {COMPILED} --maxLen 300 --sentences 4", 5),
     "benchmark-pythia": (

@@ -37,7 +37,7 @@ FENCE = re.compile(r"^(```+|~~~+).*\n((?:.*\n)*?)\1[ ]*$", re.M)
 FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of a record of one file
     "sweep": figures.draw_sweep,
     "lossless": figures.draw_lossless,
-    **dict.fromkeys(("batch-copy", "batch-lookup", "batch-bundled"), figures.draw_batches),
+    **dict.fromkeys(("batch-copy", "batch-bundled"), figures.draw_batches),
     **dict.fromkeys(CATEGORIES, figures.draw_categories),
     **dict.fromkeys(BENCHMARKS, figures.draw_speed),
     **dict.fromkeys(TRAININGS, figures.draw_trainings),
