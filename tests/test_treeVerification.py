@@ -202,23 +202,6 @@ def test_a_planted_mistake_is_caught(rule, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", TREE_RULES.values())
-def test_greedy_text_follows_the_targets_choice(rule):
-    """p and q are 1 at one token: the path is the one that the target would take. A missing sibling is not accepted."""
-    tree, one_hot = Tree.of("2/2,1"), torch.eye(6)
-    drafts = torch.tensor([[1, 2, 3, 4, 5]])
-    p = one_hot[torch.tensor([[2, 0, 5, 0, 0, 4]])]
-    q = torch.full((1, 5, 6), 1 / 6)
-    for node in (2, 4):
-        q[:, node - 1] = (1 - one_hot[drafts[0, node - 2]]) / 5
-    for u in (0.0, 0.5, 1 - 2**-24):
-        accepted, path, token = rule(p, q, drafts, torch.full((1, 6), u), tree)
-        assert (accepted.item(), path.tolist(), token.item()) == (2, [[2, 5]], 4)
-    q[:, 1] = 0
-    accepted, path, token = rule(p, q, drafts, torch.full((1, 6), 0.5), tree)
-    assert (accepted.item(), path.tolist(), token.item()) == (0, [[0, 0]], 2)
-
-
-@pytest.mark.parametrize("rule", TREE_RULES.values())
 def test_the_largest_tree(rule):
     tree = Tree.chain(MOST)
     p = torch.full((1, MOST + 1, 3), 1 / 3)
