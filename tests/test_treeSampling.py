@@ -11,15 +11,13 @@ from test_specSampling import FREE, PROMPTS, near
 from decoding import tree as trees
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
-from decoding.treeRules import TREE_RULES, top_down_rule, traversal_rule
+from decoding.treeRules import TREE_RULES, traversal_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
 from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
-
-SHAPES = ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1", "3/2,1,0/1,2,0"]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +41,7 @@ def test_greedy_rows_equal_plain_greedy(family):
         assert written((target, draft), "3/2,1,0/1,2,0", verify=rule)[0] == plain
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1", "3/2,1,0/1,2,0"])
 def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_penalty(pair, shape):
     for sampling in (GREEDY, Sampling(0.0, 0, 1.0, 1.3)):
         texts, records = written(pair, shape, sampling=sampling)
@@ -51,19 +49,13 @@ def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_pe
     assert len({accepted for record in records for accepted in record.accepted[1:]}) > 1
 
 
-def sharp(count=2, vocabulary=4):
-    """Models of few tokens, unlike but not opposed: trees are accepted to all depths."""
-    target = helpers.tiny(seed=0, vocabulary=vocabulary, layers=1, sharpness=2.0)
-    return target, near(target, noise=0.5)
-
-
 def p_value(shape="2,1", rule=traversal_rule, sampling=FREE, draws=DRAWS // 2):
     """The chi-square p-value of texts of a few rounds, each drawn in a row of its own; the rows are ragged."""
-    target, draft = sharp()
-    prefixes, generator = [[1, 2, 0, 1, 2], [1]], torch.Generator().manual_seed(0)
-    shape = Tree.of(shape) if isinstance(shape, str) else shape
-    options = {"generator": generator, "verify": rule}
-    texts, _ = treeSampling(prefixes * (draws // 2), target, TreeDrafter(draft), 4, shape, sampling, **options)
+    # Unlike but not opposed: trees are accepted to all depths.
+    target = helpers.tiny(vocabulary=4, layers=1, sharpness=2.0)
+    prefixes, options = [[1, 2, 0, 1, 2], [1]], {"verify": rule, "generator": torch.Generator().manual_seed(0)}
+    shape, drafter = Tree.of(shape) if isinstance(shape, str) else shape, TreeDrafter(near(target, noise=0.5))
+    texts, _ = treeSampling(prefixes * (draws // 2), target, drafter, 4, shape, sampling, **options)
     return min(
         helpers.chi_square(texts[row::2], helpers.joint_distribution(target, prefix, 4, sampling), target.vocabulary)
         for row, prefix in enumerate(prefixes)
@@ -87,9 +79,9 @@ def test_texts_have_the_targets_distribution(rule, shape, sampling):
 # Planted mistakes.
 
 
-def scores(pair, shape="3,2"):
+def scores(pair):
     """The target's scores of a tree of guesses, and those of each path read as a text of its own."""
-    tree, rows = Tree.of(shape), Rows(PROMPTS, 8, pair, spare=9)
+    tree, rows = Tree.of("3,2"), Rows(PROMPTS, 8, pair, spare=9)
     drafter = TreeDrafter(pair[1])
     drafter.begin(rows)
     pair[0].first_token(rows, GREEDY)
@@ -139,28 +131,29 @@ def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
         assert sum(sum(r.accepted) for r in worse) < sum(sum(r.accepted) for r in records)
 
 
-def test_siblings_whose_law_is_not_renormalised_are_caught(monkeypatch):
-    def not_renormalised(*given, honest=TreeDrafter.grow):
+def all_laws_are_the_first_siblings(guesses):
+    first = [node - rank for node, rank in enumerate(guesses.tree.ranks)]
+    return guesses.q[:, first]
+
+
+def unlikely_nodes_are_dropped(guesses):
+    return guesses.q * (guesses.of_drafts()[..., None] > 0.3)
+
+
+@pytest.mark.parametrize(
+    "mistake, shape, rule",
+    [
+        *((all_laws_are_the_first_siblings, "3,1", rule) for rule in TREE_RULES.values()),
+        (unlikely_nodes_are_dropped, "2,1", traversal_rule),
+    ],
+)
+def test_laws_that_are_not_those_of_the_draws_are_caught(monkeypatch, mistake, shape, rule):
+    def grow(*given, honest=TreeDrafter.grow):
         guesses = honest(*given)
-        tree, q = guesses.tree, guesses.q.clone()
-        for node in range(1, tree.size + 1):
-            if tree.ranks[node - 1]:
-                q[:, node - 1] = guesses.q[:, node - 1 - tree.ranks[node - 1]]
-        return replace(guesses, q=q)
+        return replace(guesses, q=mistake(guesses))
 
-    monkeypatch.setattr(TreeDrafter, "grow", not_renormalised)
-    assert p_value("3,1", draws=10_000) < 1e-6
-    assert p_value("3,1", top_down_rule, draws=10_000) < 1e-6
-
-
-def test_a_node_dropped_after_it_was_drawn_is_caught(monkeypatch):
-    def unlikely_dropped(*given, honest=TreeDrafter.grow):
-        guesses = honest(*given)
-        kept = guesses.q.gather(-1, guesses.drafts[..., None]) > 0.3
-        return replace(guesses, q=guesses.q * kept)
-
-    monkeypatch.setattr(TreeDrafter, "grow", unlikely_dropped)
-    assert p_value("2,1", draws=10_000) < 1e-6
+    monkeypatch.setattr(TreeDrafter, "grow", grow)
+    assert p_value(shape, rule, draws=10_000) < 1e-6
 
 
 @pytest.mark.parametrize("rule, on_chains", ON_CHAINS.items())
@@ -175,21 +168,17 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
 
-def in_turn():
-    """Plain decoding, chains and trees in turn."""
-    shapes = Tree.chain(2), Tree.of("3,1"), Tree.chain(0), Tree.chain(0), Tree.chain(3), Tree.of("2/2,1")
-    return helpers.InTurn(*shapes)
-
-
 @pytest.mark.parametrize("rule", TREE_RULES.values())
 def test_rounds_of_all_kinds_follow_one_another(pair, rule):
-    choice = in_turn()
+    """Plain decoding, chains and trees in turn."""
+    shapes = Tree.chain(2), Tree.of("3,1"), Tree.chain(0), Tree.chain(0), Tree.chain(3), Tree.of("2/2,1")
+    choice = helpers.InTurn(*shapes)
     texts, records = written(pair, choice, verify=rule)
     assert texts == regrSampling(PROMPTS, pair[0], 40, GREEDY)[0]
     for row, record in enumerate(records):
         told = [last.get(row, 0) for last in choice.last[: len(record.accepted) - 1]]
         assert [node > 0 for node in told] == [accepted > 0 for accepted in record.accepted[1:]]
-    assert p_value(in_turn(), rule) > 1e-4
+    assert p_value(helpers.InTurn(*shapes), rule) > 1e-4
 
 
 def test_rows_end_at_their_own_token_and_at_max_len(pair):
