@@ -93,13 +93,18 @@ class Plain(Fixed):
         return [0] * self.rows.size
 
 
+ALPHAS_AND_PRICES = (0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02), (0.95, 0.3)
+
+
 @pytest.mark.parametrize(
-    "alpha, price", [(0.0, 0.1), (0.2, 0.3), (0.5, 0.05), (0.65, 0.15), (0.8, 0.05), (0.9, 0.02), (0.95, 0.3)]
+    "rows_, alpha, price",
+    [*((1, *world) for world in ALPHAS_AND_PRICES), (8, 0.7, 0.05), (32, 0.7, 0.05), (32, 0.7, 0.01), (16, 0.7, 0.2)],
 )
-def test_cost_aware_is_near_the_best_length_wherever_that_is(alpha, price):
-    world = [alpha], takes(price, 0.95)
-    plain, *fixed = (simulate(rule, *world, drift=0.5) for rule in (Plain(), *map(Fixed, range(1, 11))))
-    assert simulate(CostAware(10), *world, drift=0.5) > 0.93 * max(plain, *fixed)  # with the rounds that tried others
+def test_cost_aware_is_near_the_best_length_wherever_that_is(rows_, alpha, price):
+    """Guesses of one row are cheap; those of 32 cost more than they bring."""
+    world, how = ([alpha] * rows_, takes(price, 0.95)), {"drift": 0.5} if rows_ == 1 else {"tokens": 20_000}
+    plain, *fixed = (simulate(rule, *world, **how) for rule in (Plain(), *map(Fixed, range(1, 11))))
+    assert simulate(CostAware(10), *world, **how) > 0.93 * max(plain, *fixed)  # with the rounds that tried others
     assert alpha or plain > 1.05 * max(fixed)  # In this world guessing does not pay.
 
 
@@ -127,7 +132,7 @@ def test_auto_forgets_a_busy_start():
         return (30.0 if next(rounds) < 20 and guesses else 1.0) * (1 + 0.01 * guesses)
 
     simulate(rule, [1.0], cost, 80)
-    assert rule.search.best == PLAIN
+    assert rule.search.best.size == 0
     simulate(rule, [1.0], cost, 40_000)
     assert rule.search.best.depth > 2
 
@@ -147,14 +152,6 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
     assert [size for size, _ in learnt[:3]] == [0, 1, 2] and {seconds for _, seconds in learnt} == {11.0}
 
 
-@pytest.mark.parametrize("rows_, price", [(1, 0.05), (8, 0.05), (32, 0.05), (32, 0.01), (16, 0.2)])
-def test_cost_aware_is_near_the_best_gamma_of_a_batch(rows_, price):
-    """Guesses of one row are cheap; those of 32 cost more than they bring."""
-    world = [0.7] * rows_, takes(price), 20_000
-    best = max(simulate(rule, *world) for rule in (Plain(), *map(Fixed, range(1, 9))))
-    assert simulate(CostAware(8), *world) > 0.93 * best
-
-
 def test_rows_that_fail_guess_less_than_rows_that_pass():
     world, rule = ([0.9, 0.9, 0.1, 0.1] * 2, takes(0.05), 20_000), CostAware(8)
     ours = simulate(rule, *world)
@@ -163,11 +160,8 @@ def test_rows_that_fail_guess_less_than_rows_that_pass():
     assert ours > 1.05 * max(simulate(Fixed(gamma), *world) for gamma in range(1, 9))
 
 
-def test_another_batch_begins_with_what_one_learnt_and_finds_its_own_length():
+def test_another_batch_finds_its_own_length():
     """What pays for 8 rows costs more than it brings for 32."""
-    rule = CostAware(8)
-    simulate(rule, [0.9] * 8, takes(0.01), 20_000)
-    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
     rule = CostAware(8)
     simulate(rule, [0.7] * 8, takes(0.05), 20_000)
     assert rule.search.best.size > 0
@@ -175,17 +169,10 @@ def test_another_batch_begins_with_what_one_learnt_and_finds_its_own_length():
     assert rule.search.best.size == 0
 
 
-def test_a_length_that_was_slow_once_is_tried_again():
-    """As when a graph was made in its first rounds."""
-    rule = CostAware(4)
-    rule.begin(rows(1))
-    costs = rule.search_for(1)
-    for chain in rule.shapes * 2:
-        costs.learn(chain, 100.0 if chain.size == 2 else 1.0 + 0.3 * chain.size)
-    one, two = Tree.chain(1), Tree.chain(2)
-    assert costs.seconds(two) > 2.5
-    simulate(rule, [0.62], takes(0.3), drift=0.5)
-    assert costs.seconds(two) == pytest.approx(costs.seconds(one) * 1.6 / 1.3, rel=0.2)
+def test_a_clock_that_stands_still_gives_a_time():
+    search = Search([Tree.chain(0)])
+    search.learn(Tree.chain(0), 0.0)
+    assert search.seconds(Tree.chain(0)) > 0
 
 
 def test_a_length_that_is_far_too_long_is_never_tried():
@@ -206,58 +193,6 @@ def test_what_makes_no_sense_is_refused():
         for threshold in -0.1, 1.1, float("nan"):
             with refused("threshold", "[0, 1]"):
                 rule(4, threshold)
-
-
-# What a round of each shape is expected to take, from what was timed.
-
-PLAIN, TWO, FOUR, EIGHT = map(Tree.chain, (0, 2, 4, 8))
-CHAINS = {PLAIN: 1.0, TWO: 1.54, FOUR: 2.08, EIGHT: 3.16}  # as expected
-
-
-def timed(*seconds, rounds=1):
-    search = Search(list(CHAINS))
-    for tree, of_tree in [pair for each in seconds for pair in each.items()] * rounds:
-        search.learn(tree, of_tree)
-    return search
-
-
-def known(search, rel, wanted=CHAINS):
-    return {tree: search.seconds(tree) for tree in wanted} == pytest.approx(wanted, rel=rel)
-
-
-def test_what_was_timed_is_known_and_the_rest_lies_between():
-    search = Search(list(CHAINS))
-    assert known(search, 0)
-    search.learn(PLAIN, 0.2)
-    assert known(search, 1e-6, {tree: 0.2 * cost for tree, cost in CHAINS.items()})
-    search.learn(FOUR, 0.624)  # half as much again as expected
-    assert known(search, 1e-6, {PLAIN: 0.2, TWO: 0.308 * math.sqrt(1.5), FOUR: 0.624, EIGHT: 0.948})
-
-
-def test_costs_are_learnt_whatever_was_expected():
-    seconds = {PLAIN: 0.3, TWO: 0.2, FOUR: 5.0, EIGHT: 0.1}
-    assert known(timed(seconds, rounds=60), 0.1, seconds)
-
-
-@pytest.mark.parametrize("slower", [3.0, 0.3])
-def test_a_machine_that_gets_slower_changes_all_kinds_by_the_rounds_of_one(slower):
-    search = timed(CHAINS, rounds=30)
-    for i in range(350):
-        search.learn(FOUR, CHAINS[FOUR] * slower ** min(i / 300, 1))
-    assert search.seconds(FOUR) == pytest.approx(slower * CHAINS[FOUR], rel=0.03)
-    assert search.seconds(PLAIN) == pytest.approx(slower, rel=0.25)
-
-
-def test_a_hiccup_counts_for_at_most_twice_the_time_and_is_forgotten():
-    search = timed({PLAIN: 1.0, FOUR: 1000.0})
-    assert search.seconds(FOUR) == pytest.approx(2 * CHAINS[FOUR])
-    for tree in [PLAIN, FOUR] * 8:
-        search.learn(tree, CHAINS[tree])
-    assert search.seconds(FOUR) == pytest.approx(CHAINS[FOUR], rel=0.1)
-    search.learn(PLAIN, 1000.0)
-    assert search.seconds(PLAIN) < 1.3
-    assert known(timed({PLAIN: 50.0}, *[CHAINS] * 30), 0.1)  # the first round of all
-    assert timed({PLAIN: 0.0}).seconds(PLAIN) > 0  # a clock that stands still
 
 
 # What trees are expected to give, and how acceptance is learnt from rounds.
@@ -288,12 +223,6 @@ def test_acceptance_is_learnt_from_rounds():
     assert table[2][0] == pytest.approx(0.6, abs=0.08) and table[0][2] < 0.02
     assert table[3] == pytest.approx(table[4]) and table[2][1] == pytest.approx(table[1][1])  # What no round has shown.
     assert all(sum(row) <= 1 for row in table)
-
-
-def test_before_the_first_round_there_is_hope():
-    table = Acceptance().table(3, 3)
-    assert table[0] == table[2] and table[0][0] == Acceptance.HOPE
-    assert table[0][0] > table[0][1] > table[0][2] > 0 and sum(table[0]) < 1
 
 
 def test_a_guess_that_was_not_asked_for_does_not_count():
