@@ -9,6 +9,7 @@ import torch
 from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
+from outcomes import FREE
 
 from decoding.drafter import Fixed
 from decoding.lengthRules import TargetConfidence
@@ -17,9 +18,6 @@ from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import Continuations, LookupDrafter, LookupFirst
 from specSampling import specSampling
-from utils import Sampling
-
-FREE = Sampling(1.0, 0, 1.0)
 
 
 def looked_up(text, tail=(), gamma=5, ngram=1, worth=0.0):
@@ -52,15 +50,11 @@ def test_tokens_that_may_be_replaced_are_followed_but_not_read():
     assert looked_up([1, 2, 3, 9, 5], [7, 8, 7], worth=0.3) == []
 
 
-def ends(text, part):
-    """Where `part` ends in `text`, but for its end."""
-    return [i + len(part) for i in range(len(text) - len(part)) if text[i : i + len(part)] == part]
-
-
 @given(st.integers(1, 4).flatmap(lambda kinds: st.lists(st.integers(0, kinds - 1), min_size=1, max_size=40)))
 def test_a_guess_is_that_of_a_naive_search(text):
-    sizes = [n for n in range(1, min(Continuations.LONGEST, len(text)) + 1) if ends(text, text[-n:])]
-    followed = [text[end] for end in ends(text, text[-max(sizes) :])] if sizes else []
+    followed = []
+    for n in range(1, min(Continuations.LONGEST, len(text)) + 1):  # The longest ending that occurred before counts.
+        followed = [text[i] for i in range(n, len(text)) if text[i - n : i] == text[-n:]] or followed
     most = max(map(followed.count, followed), default=0)
     wanted = next(([token] for token in reversed(followed) if followed.count(token) == most), [])
     assert looked_up(text, gamma=1) == wanted
@@ -68,7 +62,8 @@ def test_a_guess_is_that_of_a_naive_search(text):
 
 def test_q_of_looked_up_guesses_is_one_hot_in_every_round_though_its_memory_is_used_again():
     rows, drafter = Rows([[1], [1], [1]], 40, [helpers.tiny()]), LookupDrafter(10)
-    for found in [[3, 4], [5], []], [[], [7], []], [[1, 1, 2], [2], [9, 9]]:  # narrower, then wider than before
+    # Narrower, then wider than before; at last no guess in any row.
+    for found in [[3, 4], [5], []], [[], [7], []], [[1, 1, 2], [2], [9, 9]], [[], [], []]:
         guesses = drafter.guesses(rows, found)
         wanted = torch.zeros(3, max(map(len, found)), 10)
         for row, tokens in enumerate(found):
@@ -97,19 +92,7 @@ def test_lookup_guesses_where_it_was_right_so_far():
     assert len(drafter.find(rows, [5])[0]) == 5
 
 
-def test_rows_without_a_guess_have_a_q_of_0_beside_those_with_one():
-    drafter, rows = LookupDrafter(10, worth=0), Rows([[1, 2, 3, 1, 2], [4, 5]], 6, [helpers.tiny()])
-    drafter.begin(rows)
-    drafter.read_prompts(rows)
-    guesses = drafter.draft(rows, [3, 3], FREE)
-    drafts, q = guesses.drafts, guesses.q
-    assert drafts[0].tolist() == [3, 1, 2] and q.sum(-1).tolist() == [[1, 1, 1], [0, 0, 0]]
-    assert (q[0].argmax(-1) == drafts[0]).all()
-    rows = Rows([[4, 5]], 6, [helpers.tiny()])
-    drafter.begin(rows)
-    drafter.read_prompts(rows)
-    guesses = drafter.draft(rows, [4], FREE)
-    assert guesses.drafts.shape == (1, 0) and guesses.q.shape == (1, 0, 10)
+def test_lookup_of_no_tokens_is_refused():
     with refused("n-gram", "1 or more"):
         LookupDrafter(10, 0)
 
