@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import few_mistakes, refused
 from helpers import rounded_copy
-from outcomes import speculative_error
+from outcomes import FREE, speculative_error
 from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
 from torch.nn.functional import linear
@@ -40,9 +40,8 @@ from methods.selfDraft import MeasuredCopy, SelfDrafter, best_copy, copies_of, t
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
-from utils import GREEDY, Sampling
+from utils import GREEDY
 
-FREE = Sampling(1.0, 0, 1.0)
 NEWER = ["gemma3_text", "phi3", "smollm3", "granite", "olmo2"]
 
 
@@ -126,26 +125,20 @@ def test_a_compiled_copy_computes_what_the_eager_one_does(family, dtype, error):
 # The cache that both share, and the text.
 
 
-def chain(drafter, gamma=4, **how):
-    return lambda target, prompts, *rest: specSampling(prompts, target, drafter, 24, gamma, *rest, **how)[0]
-
-
-WAYS = {  # in which the copy guesses: f(the copy, a small draft) -> f(target, prompts, sampling, ends, generator)
-    "chain": lambda made, draft: chain(ModelDrafter(made)),
-    "block": lambda made, draft: chain(ModelDrafter(made), verify=block_rule),
-    "draft confidence": lambda made, draft: chain(ModelDrafter(made), DraftConfidence(6, 0.4)),
-    "as costs say": lambda made, draft: chain(ModelDrafter(made), CostAware(6)),
-    "lookup first": lambda made, draft: chain(LookupFirst(LookupDrafter(61, 1), ModelDrafter(made))),
-    "three levels": lambda made, draft: chain(CascadeDrafter(made, ModelDrafter(draft), Fixed(2))),
-    "tree": lambda made, draft: (
-        lambda target, prompts, *rest: treeSampling(prompts, target, TreeDrafter(made), 24, Tree.of("3,2,1"), *rest)[0]
-    ),
+WAYS = {  # in which the copy guesses: f(the copy, a small draft) -> options of a sampler
+    "chain": lambda made, draft: {"drafter": ModelDrafter(made)},
+    "block": lambda made, draft: {"drafter": ModelDrafter(made), "verify": block_rule},
+    "draft confidence": lambda made, draft: {"drafter": ModelDrafter(made), "gamma": DraftConfidence(6, 0.4)},
+    "as costs say": lambda made, draft: {"drafter": ModelDrafter(made), "gamma": CostAware(6)},
+    "lookup first": lambda made, draft: {"drafter": LookupFirst(LookupDrafter(61, 1), ModelDrafter(made))},
+    "three levels": lambda made, draft: {"drafter": CascadeDrafter(made, ModelDrafter(draft), Fixed(2))},
+    "tree": lambda made, draft: {"drafter": TreeDrafter(made), "tree": Tree.of("3,2,1")},
 }
 
 
 @pytest.fixture(scope="module", params=["eager", "compiled"])
 def shared(request):
-    """(a target, {way: f(prompts, sampling, ends, generator) -> texts}): eager, and computed by the kernels."""
+    """(a target, {way: a sampler}): eager, and computed by the kernels."""
     target, draft = helpers.tiny(), near(helpers.tiny(), 0.3)
     made = rounded_copy(target, 4)
     if request.param == "compiled":
@@ -153,7 +146,11 @@ def shared(request):
         target = compiled(target)
         made, draft = compiled(made, target), compiled(draft)
     assert made.cache_of is target and made.store is target.store
-    return target, {name: partial(way(made, draft), target) for name, way in WAYS.items()}
+    samplers = {}
+    for name, way in WAYS.items():
+        sampler = treeSampling if name == "tree" else specSampling
+        samplers[name] = partial(sampler, target=target, max_len=24, **way(made, draft))
+    return target, samplers
 
 
 @torch.inference_mode()
@@ -162,8 +159,8 @@ def test_greedy_texts_are_the_targets_and_the_cache_holds_what_it_computed(share
     target, ways = shared
     wanted = regrSampling(PROMPTS, target, 24, GREEDY)[0]
     for name, way in ways.items():
-        assert way(PROMPTS, GREEDY) == wanted, name
-        text = way(PROMPTS[:1], FREE, None, draws(3))[0]
+        assert way(PROMPTS, sampling=GREEDY)[0] == wanted, name
+        text = way(PROMPTS[:1], sampling=FREE, generator=draws(3))[0][0]
         after = [states.clone() for states in target.cache.states()]
         tokens = torch.tensor([PROMPTS[0] + text[:-1]])  # The last token is not read.
         target.reserve(1, 100)
@@ -206,34 +203,29 @@ def test_the_copy_reads_one_token_and_no_prompt(monkeypatch):
 # Where the codes are kept.
 
 
-def made_of(target, bits=(4,), follow=None):
-    return Copies(target, list(bits), follow)
-
-
 def test_codes_are_made_once_whatever_the_dtype(cache):
     target = helpers.tiny()
-    first = made_of(target, (4, 8)).of(4, target).model.state_dict()
+    first = Copies(target, [4, 8]).of(4, target).model.state_dict()
     assert len(list(cache.glob("copies-*/4/*.safetensors"))) == len(weights_of(target.model))
     nothing = Mock(side_effect=NotImplementedError("codes are computed"))
     again = CachedModel(copy.deepcopy(target.model).to(torch.bfloat16).float(), 61)
     for model in target, CachedModel(copy.deepcopy(again.model).to(torch.bfloat16), 61), again:
-        found = made_of(model, (8, 4), nothing).of(4, model).model.state_dict()
+        found = Copies(model, [8, 4], nothing).of(4, model).model.state_dict()
         assert all(torch.equal(found[name], first[name]) for name in first if "codes" in name)
-    other = helpers.tiny(seed=5)
     with pytest.raises(NotImplementedError):
-        made_of(other, (4,), nothing)
+        Copies(helpers.tiny(seed=5), [4], nothing)
 
 
 def test_interrupted_work_goes_on_where_it_stopped(cache):
     target = helpers.tiny()
-    whole = made_of(target).of(4, target).model.state_dict()
+    whole = Copies(target, [4]).of(4, target).model.state_dict()
     for stop in 1, 3, 6, 8:  # within a decoder layer and between two
         shutil.rmtree(next(cache.glob("copies-*")))
         with pytest.raises(KeyboardInterrupt):
-            made_of(target, follow=partial(interrupted, stop))
+            Copies(target, [4], partial(interrupted, stop))
         assert len(list(cache.glob("copies-*/4/*"))) == stop
         counts = []
-        found = made_of(target, follow=lambda work, *told: counts.append(told) or work)
+        found = Copies(target, [4], lambda work, *told: counts.append(told) or work)
         assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - stop)]
         after = found.of(4, target).model.state_dict()
         assert all(torch.equal(whole[name], after[name]) for name in whole)
@@ -352,11 +344,8 @@ def test_runs_with_the_copy(run, capsys, words, request, monkeypatch):
     (about,) = re.findall(r"The target drafts for itself: its copy in (\d) bits takes [\d.]+ [KM]B, \d+%", said)
     models = lines[0]["models"]
     copies = {role for role, model in models.items() if f", {about} bits, sha256:" in model["version"]}
-    assert (
-        lines[0]["flags"]["draftBits"] == about
-        and lines[-1]["kind"] == "end"
-        and copies == ({role for role in ("draft", "mid") if f"--{role} self" in words} or {"self"})
-    )
+    assert lines[0]["flags"]["draftBits"] == about and lines[-1]["kind"] == "end"
+    assert copies == ({role for role in ("draft", "mid") if f"--{role} self" in words} or {"self"})
     assert {models[role]["parameters"] for role in copies} == {models["target"]["parameters"]}
     if "--temperature 0" in words:
         texts = {line["method"]: line["sha256"] for line in lines if "sha256" in line}
@@ -379,9 +368,7 @@ def test_the_fastest_copy_is_used_recorded_and_used_again(cache, run, cli, monke
     record, *_ = run("--draft self --draftBits auto --compare fixed --sentences 1")
     assert record["flags"]["draftBits"] == "5" and "5 bits" in record["models"]["draft"]["name"]
     said = capsys.readouterr().out
-    assert re.search(
-        r"Copies .* were measured \(4 bits: .*; 8 bits: acceptance .*\); the copy in 5 bits is used\.", said
-    )
+    assert re.search(r"Copies .* measured \(4 bits: .*; 8 bits: acceptance .*\); the copy in 5 bits is used\.", said)
     assert next(times, None) is None  # Nothing is measured again.
     assert cli.main(["--rerun", "1", "--out", str(cache)]) == 0
     said = capsys.readouterr().out
