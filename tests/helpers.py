@@ -112,6 +112,14 @@ def use_kernel(kind=None):
     return loader.load().use_kernel(kind and kind.encode()).decode()
 
 
+def left_padded(rows):
+    """Rows of tokens as `generate` of transformers takes them in a batch."""
+    width = max(map(len, rows))
+    tokens = [[0] * (width - len(row)) + list(row) for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(tokens), "attention_mask": torch.tensor(mask)}
+
+
 class InTurn(LengthRule):
     """Plain decoding and these shapes in turn. last: {text: last accepted node} of each round."""
 

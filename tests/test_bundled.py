@@ -4,7 +4,6 @@ import json
 
 import helpers
 import pytest
-import torch
 from helpers import rounded_copy
 from test_head import plant
 
@@ -63,17 +62,10 @@ def test_greedy_output_of_every_lossless_method_is_plain_decodings_on(pair, mid,
 
 
 def by_transformers(model, prompts):
-    """Greedy tokens after each prompt, by `generate` of transformers, with its own left padding and attention mask.
-    Prompts of similar length share a batch."""
-    order, written = sorted(range(len(prompts)), key=lambda i: len(prompts[i])), {}
-    for group in (order[at : at + 25] for at in range(0, len(order), 25)):
-        longest = max(len(prompts[i]) for i in group)
-        padding = [longest - len(prompts[i]) for i in group]
-        tokens = torch.tensor([[0] * pad + prompts[i] for pad, i in zip(padding, group)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in padding])
-        options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        written |= zip(group, model.generate(tokens, attention_mask=mask, **options)[:, longest:].tolist())
-    return [written[i] for i in range(len(prompts))]
+    """Greedy tokens after each prompt, by `generate` of transformers, with its own left padding and attention mask."""
+    inputs = helpers.left_padded(prompts)
+    options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_greedy_output_equals_plain_and_transformers(pair, prompts, plain):

@@ -50,14 +50,6 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 FREE = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "eos_token_id": None, "pad_token_id": 0}
 
 
-def batch(rows):
-    """Rows of tokens as a left-padded batch."""
-    width = max(map(len, rows))
-    padded = [[0] * (width - len(row)) + list(row) for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-
-
 def plain(model):
     """A model as a user has it: with the attention of transformers."""
     model.set_attn_implementation("sdpa")
@@ -70,7 +62,8 @@ def tiny(family="gpt_neox", **how):
 
 def greedy(model, custom=None, rows=ROWS, **how):
     """What `generate` returns, by `custom` or by its own loop."""
-    return model.generate(**batch(rows) | GREEDY | {"max_new_tokens": 20} | how, custom_generate=custom)
+    inputs = helpers.left_padded(rows) | GREEDY | {"max_new_tokens": 20}
+    return model.generate(**inputs | how, custom_generate=custom)
 
 
 def equal(model, custom, **how):
@@ -201,7 +194,7 @@ def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=Sampling(1.0, 0, 1.0), leng
     model, guesser, reference = small_pair(vocabulary)
 
     def sample(rows):
-        inputs = batch(rows) | FREE | {"max_new_tokens": length} | arguments
+        inputs = helpers.left_padded(rows) | FREE | {"max_new_tokens": length} | arguments
         texts = model.generate(**inputs, custom_generate=speculative(guesser, 2))
         return texts[:, inputs["input_ids"].shape[1] :].tolist()
 
