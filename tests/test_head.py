@@ -10,10 +10,10 @@ import softwareCuda
 import torch
 from conftest import refused
 from helpers import rounded_copy
+from outcomes import FREE
 from test_specSampling import PROMPTS
 from transformers import LlamaConfig
 
-import specSampling as loop
 from decoding.drafter import Fixed
 from decoding.lengthRules import DraftConfidence
 from decoding.rows import Rows
@@ -25,28 +25,23 @@ from engine.cachedModel import CachedModel, Tap
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.head import CONFIG, WEIGHTS, HeadModel, HeadNetwork, load_head, save_head
-from methods import treeSampling as trees
 from methods.cascade import CascadeDrafter
 from methods.drafters import DrafterWithModel, ModelDrafter
-from methods.treeSampling import TreeDrafter, treeSampling
+from methods.treeSampling import TreeDrafter, advance_tree, treeSampling
 from regrSampling import regrSampling
-from specSampling import specSampling
+from specSampling import advance, specSampling
 from utils import GREEDY, Sampling
 
-FREE = Sampling(1.0, 0, 1.0)
 FEW = 9  # tokens in a vocabulary, so that guesses of random models are often accepted
 SHORT = [[5, 1, 2, 7], [3], [3, 3, 8, 1, 4, 0, 2, 6, 2], [5, 4]]
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def network_for(target, layers=(1, 0, 2), tokens=None, seed=3, **sizes):
+def network_for(target, tokens=None):
     """A random head whose guesses depend on all that it reads."""
-    config = SIZES | {"hidden_size": target.model.config.hidden_size} | sizes
-    vocabulary = target.model.config.vocab_size
-    torch.manual_seed(seed)
-    network = HeadNetwork.of(
-        LlamaConfig(vocab_size=vocabulary, num_hidden_layers=1, head={"layers": list(layers)}, **config), target, tokens
-    )
+    sizes = {"num_hidden_layers": 1, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {name: getattr(target.model.config, name) for name in ("hidden_size", "vocab_size")}
+    torch.manual_seed(3)
+    network = HeadNetwork.of(LlamaConfig(**sizes, head={"layers": [1, 0, 2]}), target, tokens)
     with torch.no_grad():
         for weight in network.trained().values():
             weight.normal_(std=weight.shape[-1] ** -0.5) if weight.dim() == 2 else weight.normal_(1.0, 0.3)
@@ -107,16 +102,8 @@ def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
     # The first of some siblings is drawn from q itself.
     nodes = [] if tree is None else [node for node in range(1, tree.size + 1) if tree.ranks[node - 1] == 0]
     paths = [[n - 1 for n in tree.path(node)] for node in nodes] or [[0], [0, 1], [0, 1, 2]]
-    drafter, length = TreeDrafter(head), Fixed(tree or 3)
-    name = "grow" if tree else "draft"
-    draft = getattr(drafter, name)
-
-    def watched(*given):
-        drafter.guesses = draft(*given)
-        return drafter.guesses
-
-    setattr(drafter, name, watched)
-    generator = torch.Generator().manual_seed(0)
+    drafter, length, generator, seen = TreeDrafter(head), Fixed(tree or 3), torch.Generator().manual_seed(0), []
+    one_round, rule = (advance_tree, traversal_rule) if tree else (advance, token_rule)
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
     drafter.begin(rows)
     length.begin(rows)
@@ -125,15 +112,12 @@ def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
         drafter.read_prompts(rows)
         for _ in range(count):
             before = copy.deepcopy(rows.texts)
-            if tree:
-                trees.advance_tree(rows, target, drafter, length, FREE, traversal_rule)
-            else:
-                loop.advance(rows, target, drafter, length, FREE, token_rule)
+            one_round(rows, target, drafter, length, FREE, rule, lambda rows, guesses, *rest: seen.append(guesses))
             for row, text in enumerate(before):
-                drafts = drafter.guesses.drafts[row].tolist()
+                drafts = seen[-1].drafts[row].tolist()
                 for path in paths:
                     q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
-                    close(drafter.guesses.q[row, path[-1]], q[-1])
+                    close(seen[-1].q[row, path[-1]], q[-1])
             for row, text in enumerate(rows.texts):
                 close(target.features[row, : len(text)], true_features(source[0], text[:-1]))
     return sum(sum(record.accepted) for record in rows.records)

@@ -4,24 +4,19 @@ import json
 import shutil
 
 import pytest
-import torch
-from conftest import CONTEXT, few_mistakes, of_kind, prompted
-from transformers import LlamaConfig
+from conftest import few_mistakes, of_kind, prompted
+from test_head import network_for
 
-from engine.head import CONFIG, HeadNetwork, save_head
+from engine.head import CONFIG, save_head
 from inputs.models import load_model, load_tokenizer, model_version
 
 
 @pytest.fixture(scope="module")
 def head_folder(pair_folder, tmp_path_factory):
     """A head with random weights for the tiny target."""
-    folder, target_folder = tmp_path_factory.mktemp("head") / "head", pair_folder / "target"
-    target = load_model(target_folder, load_tokenizer(target_folder), "float32", "cpu")
-    vocabulary, width = target.model.get_input_embeddings().weight.shape
-    torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"vocab_size": vocabulary, "max_position_embeddings": CONTEXT, "head": {"layers": [1, 2]}}
-    save_head(HeadNetwork.of(LlamaConfig(**sizes), target), folder, model_version(target_folder), {})
+    folder, target = tmp_path_factory.mktemp("head") / "head", pair_folder / "target"
+    network = network_for(load_model(target, load_tokenizer(target), "float32", "cpu"))
+    save_head(network, folder, model_version(target), {})
     return folder
 
 

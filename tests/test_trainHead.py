@@ -62,6 +62,10 @@ def network(target):
     return head
 
 
+def random_tokens(*shape):
+    return torch.randint(1, 61, shape, generator=torch.Generator().manual_seed(0))
+
+
 @torch.no_grad()
 def a_batch(target, tokens, kept_as=torch.float32):
     """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
@@ -80,7 +84,7 @@ def test_the_chain_is_what_decoding_computes(target, network, late):
 
     late: a planted mistake, each feature is read one token too late.
     """
-    tokens, place = torch.randint(1, 61, (1, 12), generator=torch.Generator().manual_seed(0)), torch.arange(12)[None]
+    tokens, place = random_tokens(1, 12), torch.arange(12)[None]
     batch, output = a_batch(target, tokens)
     batch = batch._replace(before=shifted(batch.before, int(late)))
     with torch.no_grad():
@@ -100,8 +104,7 @@ def test_the_chain_is_what_decoding_computes(target, network, late):
 @FAMILIES
 @torch.no_grad()
 def test_the_chains_of_two_texts_in_a_window_are_those_of_each_alone(target, network):
-    generator = torch.Generator().manual_seed(0)
-    texts = [a_batch(target, torch.randint(1, 61, (1, n), generator=generator))[0] for n in (5, 6)]
+    texts = [a_batch(target, tokens)[0] for tokens in random_tokens(1, 11).split([5, 6], 1)]
     window = TextBatch(*(torch.cat(parts, 1) for parts in zip(*texts)))
     window = window._replace(text=torch.tensor([[0] * 5 + [1] * 6]))
     there = chain_weights(window.text, GAMMA) > 0
@@ -121,8 +124,7 @@ def test_a_window_knows_where_texts_begin():
 
 
 def test_labels_are_the_distributions_that_the_target_draws_from(target):
-    tokens = torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0))
-    batch, output = a_batch(target, tokens, torch.bfloat16)
+    batch, output = a_batch(target, random_tokens(1, 30), torch.bfloat16)
     logits = output_logits(output, batch.last[0])
     few = torch.tensor([1, 5, 8, 30, 44])
     for some, places in (output, slice(None)), (output_layer(target, few), few):
@@ -134,7 +136,7 @@ def test_labels_are_the_distributions_that_the_target_draws_from(target):
 @pytest.mark.parametrize("count", [61, 20])
 def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
     generator = torch.Generator().manual_seed(0)
-    batch, _ = a_batch(target, torch.randint(1, 61, (1, 80), generator=generator), torch.bfloat16)
+    batch, _ = a_batch(target, random_tokens(1, 80), torch.bfloat16)
     output = output_layer(target, torch.arange(count))
     hidden, weights = torch.randn(2, 80, 32, generator=generator), torch.rand(2, 80, generator=generator)
     one, two = (hidden.clone().requires_grad_() for _ in range(2))
@@ -153,11 +155,9 @@ def test_the_figures_are_those_of_decoding(target, network):
     target.context = 10**6
     generator = torch.Generator().manual_seed(0)
     texts, _ = regrSampling([[3]] * 60, target, 60, generator=generator)
-    batches = []
-    for text in texts:
-        batch, output = a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)
-        batches.append(batch._replace(drawn=torch.arange(61)[None] > 0))
-    quality = headTexts.acceptance_on(network, output, batches, torch.float32)
+    batches = [a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)[0] for text in texts]
+    batches = [batch._replace(drawn=torch.arange(61)[None] > 0) for batch in batches]
+    quality = headTexts.acceptance_on(network, output_layer(target), batches, torch.float32)
     head = HeadModel(network, target)
     _, records = specSampling([[3]] * 60, target, ModelDrafter(head), 60, GAMMA, generator=generator)
     tested, passed = np.array([record.acceptance_by_position for record in records]).sum(0).T
@@ -168,7 +168,7 @@ def test_the_figures_are_those_of_decoding(target, network):
 
 
 def test_what_is_not_guessed_never_passes(target):
-    batch, _ = a_batch(target, torch.randint(1, 61, (1, 30), generator=torch.Generator().manual_seed(0)))
+    batch, _ = a_batch(target, random_tokens(1, 30))
     some = output_layer(target, torch.arange(0, 60, 3))
     following = torch.arange(1, 31)
     overlap, ratio = headTexts.passing_chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
@@ -352,8 +352,7 @@ def test_a_head_begins_near_its_target(family):
     that was fitted to other tokens."""
     target = helpers.tiny(family, layers=3, initializer_range=0.02)
     target.model.requires_grad_(False)
-    tokens = torch.randint(1, 61, (9, 100), generator=torch.Generator().manual_seed(0))
-    *texts, new = (a_batch(target, row[None])[0] for row in tokens)
+    *texts, new = (a_batch(target, row[None])[0] for row in random_tokens(9, 100))
 
     def away(begun):
         network = new_network(RECIPE, target, None)
