@@ -1,7 +1,6 @@
 """Speculative sampling inside `generate` of transformers: the same greedy texts, the same distributions, the same
 arguments, or a ValueError that names what is not honoured."""
 
-import ast
 import copy
 import gc
 import re
@@ -41,7 +40,7 @@ from engine.head import save_head
 from engine.sharedWeights import kept_copy
 from engine.smallTwin import small_twin
 from methods import customGenerate
-from methods.customGenerate import as_sampling, speculative, unpadded
+from methods.customGenerate import speculative
 from scripts import packGenerate
 from utils import Sampling
 
@@ -67,9 +66,9 @@ def greedy(model, custom=None, rows=ROWS, **how):
 
 
 def equal(model, custom, **how):
-    """The greedy texts by `custom`, which must be those of `generate` alone."""
-    ours = greedy(model, custom, **how).tolist()
-    assert ours == greedy(model, **how).tolist()
+    """What `generate` returns by `custom`: its greedy texts must be those of `generate` alone."""
+    ours = greedy(model, custom, **how, return_dict_in_generate=True)
+    assert ours.sequences.tolist() == greedy(model, **how).tolist()
     return ours
 
 
@@ -103,16 +102,9 @@ def test_greedy_texts_are_those_of_generate_alone(kind):
         equal(model, speculative(guesser, 3))
 
 
-def records_of(model, custom, **how):
-    """The records of greedy texts by `custom`, which must be those of `generate` alone."""
-    ours = greedy(model, custom, **how, return_dict_in_generate=True)
-    assert ours.sequences.tolist() == greedy(model, **how).tolist()
-    return ours.records
-
-
 def test_rounds_of_every_kind_take_place_with_a_draft_that_is_often_right(target, draft):
-    records = records_of(target, speculative(draft), max_new_tokens=40)
-    accepted = {count for record in records for count in record.accepted}
+    output = equal(target, speculative(draft), max_new_tokens=40)
+    accepted = {count for record in output.records for count in record.accepted}
     assert 0 in accepted and max(accepted) == 4
 
 
@@ -164,34 +156,10 @@ def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
 # Distributions.
 
 
-@pytest.mark.parametrize(
-    "arguments, sampling",
-    [
-        ({"temperature": 0.7}, Sampling(0.7, 0, 1.0)),
-        ({"top_k": 5}, Sampling(1.0, 5, 1.0)),
-        ({"temperature": 1.3, "top_k": 20, "top_p": 0.9}, Sampling(1.3, 20, 0.9)),
-        ({"repetition_penalty": 0.7, "temperature": 0.6, "top_k": 12, "top_p": 0.7}, Sampling(0.6, 12, 0.7, 0.7)),
-    ],
-    ids=str,
-)
-def test_the_processors_of_generate_are_translated(target, arguments, sampling):
-    """That `Sampling` gives the probabilities of these processors is in test_utils.py."""
-
-    def prepared(model, input_ids, logits_processor, stopping_criteria, generation_config, **inputs):
-        return as_sampling(logits_processor, unpadded(input_ids, inputs)[1], generation_config.do_sample)
-
-    assert greedy(target, prepared, **FREE | arguments) == sampling
-
-
-def small_pair(vocabulary):
-    """The models of `outcomes.small` as a user has them, and the first once more as this project reads it."""
-    models = small(2, vocabulary)
-    return *(plain(model.model) for model in models), models[0]
-
-
 def error(prefixes=((1, 2, 0, 1, 2), (1,)), sampling=Sampling(1.0, 0, 1.0), length=4, vocabulary=3, **arguments):
     """The largest difference between the probability of a text that `generate` draws and the target's."""
-    model, guesser, reference = small_pair(vocabulary)
+    reference, small_draft = small(2, vocabulary)
+    model, guesser = plain(reference.model), plain(small_draft.model)
 
     def sample(rows):
         inputs = helpers.left_padded(rows) | FREE | {"max_new_tokens": length} | arguments
@@ -222,11 +190,11 @@ def test_a_planted_mistake_is_caught(monkeypatch, mistake):
 @pytest.mark.parametrize("how", [{"verify": "block"}, {"draft": None}], ids=str)
 def test_many_texts_of_one_prompt_are_distributed_as_the_targets(how):
     """With the random numbers of a run instead of every outcome. Without a draft the model's own copy guesses."""
-    model, guesser, reference = small_pair(5)
+    reference, small_draft = small(2, 5)
     torch.manual_seed(0)
     arguments = FREE | {"top_k": 4, "temperature": 0.9, "max_new_tokens": 3, "num_return_sequences": helpers.DRAWS // 2}
-    custom = speculative(**{"draft": guesser, "gamma": 3} | how)
-    texts = model.generate(torch.tensor([[1, 2]]), **arguments, custom_generate=custom)[:, 2:]
+    custom = speculative(**{"draft": plain(small_draft.model), "gamma": 3} | how)
+    texts = plain(reference.model).generate(torch.tensor([[1, 2]]), **arguments, custom_generate=custom)[:, 2:]
     joint = helpers.joint_distribution(reference, [1, 2], 3, Sampling(0.9, 4, 1.0))
     assert helpers.chi_square(texts, joint, 5) > 1e-4
     texts[: len(texts) // 50, 1] = 1
@@ -266,7 +234,7 @@ def test_no_model_is_changed_and_a_copy_is_made_once(family, monkeypatch):
     model.train()
     for custom in speculative(guesser), speculative(), *(speculative(bits=b, verify="block") for b in (4, 6, 6)):
         for rows in ROWS, ROWS[1:2]:
-            records = records_of(model, custom, rows=rows)
+            records = equal(model, custom, rows=rows).records
             assert custom.draft or max(record.alpha for record in records) > 0.5
     assert all(module.training for module in model.modules()) and made == [4, 6]
     model.eval()
@@ -277,15 +245,16 @@ def test_no_model_is_changed_and_a_copy_is_made_once(family, monkeypatch):
 @pytest.mark.parametrize("own_copy", [False, True])
 def test_the_twin_or_copy_of_a_model_is_kept_and_follows_it_and_a_dead_one_leaves_none(draft, monkeypatch, own_copy):
     model, custom, made = tiny(seed=5), speculative(None if own_copy else draft), counted(monkeypatch)
-    ours, first = equal(model, custom), kept_copy(model)
+    ours, first = equal(model, custom).sequences, kept_copy(model)
     assert kept_copy(model) is first
     if not own_copy:  # A copy is not computed again where weights change in place.
         with torch.no_grad():
             model.get_output_embeddings().weight.neg_()
-        ours, before = equal(model, custom), ours
-        assert ours != before and kept_copy(model) is first
+        ours, before = equal(model, custom).sequences, ours
+        assert not torch.equal(ours, before) and kept_copy(model) is first
     model.set_input_embeddings(torch.nn.Embedding.from_pretrained(draft.get_input_embeddings().weight.flip(0)))
-    assert equal(model, custom) != ours and kept_copy(model) is not first and made == [4, 4] * own_copy
+    assert not torch.equal(equal(model, custom).sequences, ours)
+    assert kept_copy(model) is not first and made == [4, 4] * own_copy
     copies, gone = len(customGenerate._COPIES), weakref.ref(model)
     del model, first
     gc.collect()
@@ -301,18 +270,18 @@ def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
 
 def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     model, custom = tiny(seed=6), speculative(draft)
-
+    text = lambda: equal(model, custom).sequences.tolist()  # noqa: E731
     vector = torch.linspace(-2, 2, 32)  # that is added to each token's hidden state; it may change between two calls
-    plain_text = equal(model, custom)
+    plain_text = text()
     hook = model.gpt_neox.layers[0].register_forward_hook(lambda module, given, output: output + vector)
-    steered = equal(model, custom)
+    steered = text()
     vector.neg_()
-    assert plain_text != steered != equal(model, custom)
+    assert plain_text != steered != text()
     hook.remove()
-    assert equal(model, custom) == plain_text
+    assert text() == plain_text
     layer = model.gpt_neox.layers[1].mlp
     layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
-    assert equal(model, custom) != plain_text
+    assert text() != plain_text
     layer.forward = lambda x: x.flip(1)
     with pytest.raises(ValueError, match="are not supported"):
         greedy(model, custom)
@@ -325,7 +294,7 @@ def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
 def test_a_heads_folder_may_be_the_draft(family, tmp_path):
     model = tiny(family, seed=9)
     save_head(network_for(CachedModel(tiny(family, seed=9))), tmp_path, "a version", {})
-    assert all(sum(record.drafted) > 0 for record in records_of(model, speculative(tmp_path)))
+    assert all(sum(record.drafted) > 0 for record in equal(model, speculative(tmp_path)).records)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is not a head for the model"):
         greedy(model, speculative(str(tmp_path)))
@@ -446,10 +415,7 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
     folder = tmp_path / "packed" / "custom_generate"
     own = {file.stem for file in ROOT.glob("*.py")} | {file.parent.name for file in ROOT.glob("*/__init__.py")}
     for file in folder.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not own & {name.split(".")[0] for name in names}, file
+        assert not re.search(rf"^ *(import|from) ({'|'.join(own)})\b", file.read_text(), re.M), file
     hub.models["some/speculative"] = Repository(
         {f"custom_generate/{file.name}": file.read_bytes() for file in folder.iterdir()}
     )
