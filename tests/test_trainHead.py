@@ -39,9 +39,8 @@ def small(monkeypatch):
     make_small(monkeypatch)
 
 
-def train(target, out, *flags):
-    command = [target, out, "--texts", SAMPLE, "--written", 300, "--device", "cpu", *flags]
-    return trainHead.main([str(word) for word in command])
+def command(target, out, *flags):
+    return [str(word) for word in (target, out, "--texts", SAMPLE, "--written", 300, "--device", "cpu", *flags)]
 
 
 @pytest.fixture
@@ -68,10 +67,10 @@ def random_tokens(*shape):
 
 @torch.no_grad()
 def a_batch(target, tokens, kept_as=torch.float32):
-    """The batch of int64 `tokens[B, n]`, read by the target, and its output layer. All are of one text."""
-    states, output = hidden_states(target, tokens).to(kept_as).float(), output_layer(target)
+    """The batch of int64 `tokens[B, n]`, read by the target. All are of one text, and drawn."""
+    states = hidden_states(target, tokens).to(kept_as).float()
     zeros, last = torch.zeros_like(tokens), states[..., -32:]
-    return TextBatch(tokens, zeros, zeros == 0, shifted(states, 1), last, sums_of(output, last)), output
+    return TextBatch(tokens, zeros, zeros == 0, shifted(states, 1), last, sums_of(output_layer(target), last))
 
 
 FAMILIES = pytest.mark.parametrize("target", ["gpt_neox", "llama"], indirect=True)  # Llama's keys are for several heads
@@ -85,10 +84,10 @@ def test_the_chain_is_what_decoding_computes(target, network, late):
     late: a planted mistake, each feature is read one token too late.
     """
     tokens, place = random_tokens(1, 12), torch.arange(12)[None]
-    batch, output = a_batch(target, tokens)
+    batch = a_batch(target, tokens)
     batch = batch._replace(before=shifted(batch.before, int(late)))
     with torch.no_grad():
-        expected = output_logits(output, network.chain(batch, GAMMA))[:, 0]
+        expected = output_logits(output_layer(target), network.chain(batch, GAMMA))[:, 0]
     head, agree = HeadModel(network, target), True
     for last in range(1, 12 - GAMMA):  # the last committed token's place: its feature is not known
         target.reserve(1, 16), head.reserve(1, 16)
@@ -104,7 +103,7 @@ def test_the_chain_is_what_decoding_computes(target, network, late):
 @FAMILIES
 @torch.no_grad()
 def test_the_chains_of_two_texts_in_a_window_are_those_of_each_alone(target, network):
-    texts = [a_batch(target, tokens)[0] for tokens in random_tokens(1, 11).split([5, 6], 1)]
+    texts = [a_batch(target, tokens) for tokens in random_tokens(1, 11).split([5, 6], 1)]
     window = TextBatch(*(torch.cat(parts, 1) for parts in zip(*texts)))
     window = window._replace(text=torch.tensor([[0] * 5 + [1] * 6]))
     there = chain_weights(window.text, GAMMA) > 0
@@ -124,19 +123,18 @@ def test_a_window_knows_where_texts_begin():
 
 
 def test_labels_are_the_distributions_that_the_target_draws_from(target):
-    batch, output = a_batch(target, random_tokens(1, 30), torch.bfloat16)
-    logits = output_logits(output, batch.last[0])
-    few = torch.tensor([1, 5, 8, 30, 44])
-    for some, places in (output, slice(None)), (output_layer(target, few), few):
-        plain, drawn = distributions(output_logits(some, batch.last[0]), batch.sums[0])
-        torch.testing.assert_close(plain, logits.softmax(-1)[:, places], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(drawn, probabilities(logits, SAMPLING)[:, places], atol=1e-5, rtol=1e-4)
+    batch = a_batch(target, random_tokens(1, 30), torch.bfloat16)
+    logits = output_logits(output_layer(target), batch.last[0])
+    for tokens in torch.arange(61), torch.tensor([1, 5, 8, 30, 44]):
+        plain, drawn = distributions(output_logits(output_layer(target, tokens), batch.last[0]), batch.sums[0])
+        torch.testing.assert_close(plain, logits.softmax(-1)[:, tokens], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(drawn, probabilities(logits, SAMPLING)[:, tokens], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("count", [61, 20])
 def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
     generator = torch.Generator().manual_seed(0)
-    batch, _ = a_batch(target, random_tokens(1, 80), torch.bfloat16)
+    batch = a_batch(target, random_tokens(1, 80), torch.bfloat16)
     output = output_layer(target, torch.arange(count))
     hidden, weights = torch.randn(2, 80, 32, generator=generator), torch.rand(2, 80, generator=generator)
     one, two = (hidden.clone().requires_grad_() for _ in range(2))
@@ -155,7 +153,7 @@ def test_the_figures_are_those_of_decoding(target, network):
     target.context = 10**6
     generator = torch.Generator().manual_seed(0)
     texts, _ = regrSampling([[3]] * 60, target, 60, generator=generator)
-    batches = [a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16)[0] for text in texts]
+    batches = [a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16) for text in texts]
     batches = [batch._replace(drawn=torch.arange(61)[None] > 0) for batch in batches]
     quality = headTexts.acceptance_on(network, output_layer(target), batches, torch.float32)
     head = HeadModel(network, target)
@@ -168,7 +166,7 @@ def test_the_figures_are_those_of_decoding(target, network):
 
 
 def test_what_is_not_guessed_never_passes(target):
-    batch, _ = a_batch(target, random_tokens(1, 30))
+    batch = a_batch(target, random_tokens(1, 30))
     some = output_layer(target, torch.arange(0, 60, 3))
     following = torch.arange(1, 31)
     overlap, ratio = headTexts.passing_chances(some, torch.randn(2, 30, 32), batch.last[0], batch.sums[0], following)
@@ -177,7 +175,7 @@ def test_what_is_not_guessed_never_passes(target):
 
 def test_a_short_training_makes_a_head_that_loads_and_the_ablation_every_variant(pair_folder, tmp_path, small, capsys):
     out, folder = tmp_path / "head", pair_folder / "target"
-    assert train(folder, out, "--steps", 30, "--draftVocab", 100) == 0
+    assert trainHead.main(command(folder, out, "--steps", 30, "--draftVocab", 100)) == 0
     assert "tokens a round" in capsys.readouterr().out
     target = load_model(folder, load_tokenizer(folder), "float32", "cpu")
     assert load_head(out, target, model_version(folder)).model.config.head["tokens"] == 100
@@ -186,7 +184,8 @@ def test_a_short_training_makes_a_head_that_loads_and_the_ablation_every_variant
     assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
     assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
     assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
-    assert train(folder, tmp_path / "all", "--steps", 2, "--ablation", "--data", out / "texts") == 0
+    ablation = command(folder, tmp_path / "all", "--steps", 2, "--ablation", "--data", out / "texts")
+    assert trainHead.main(ablation) == 0
     record = json.loads((tmp_path / "all" / "ablation-target.json").read_text())
     assert list(record["variants"]) == list(trainHead.VARIANTS)
     assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
@@ -197,9 +196,7 @@ def sources(pair_folder, tmp_path_factory):
     """What a small training reads: its options, parts, target, and the output layer."""
     with pytest.MonkeyPatch.context() as patch:
         make_small(patch)
-        folder = tmp_path_factory.mktemp("head")
-        words = [pair_folder / "target", folder, "--texts", SAMPLE, "--written", 300, "--device", "cpu"]
-        args = trainHead.head_flags([str(word) for word in words])
+        args = trainHead.head_flags(command(pair_folder / "target", tmp_path_factory.mktemp("head")))
         target = load_model(args.folder, load_tokenizer(args.folder), "float32", "cpu")
         target.model.requires_grad_(False)
         return args, headTexts.prepare_parts(args, target), target, output_layer(target)
@@ -333,7 +330,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
 def test_what_is_wrong_is_one_line(pair_folder, text_file, tmp_path, capsys, monkeypatch, flags, words):
     monkeypatch.setattr("inputs.hub.SPARE", 10**18)  # The disk has no room for the texts.
     target, *flags = flags.replace("SHORT", str(text_file)).replace("T ", f"{pair_folder / 'target'} ").split()
-    assert train(target, tmp_path / "head", *flags) == 2
+    assert trainHead.main(command(target, tmp_path / "head", *flags)) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("trainHead: error:") and words in said
 
@@ -352,7 +349,7 @@ def test_a_head_begins_near_its_target(family):
     that was fitted to other tokens."""
     target = helpers.tiny(family, layers=3, initializer_range=0.02)
     target.model.requires_grad_(False)
-    *texts, new = (a_batch(target, row[None])[0] for row in random_tokens(9, 100))
+    *texts, new = (a_batch(target, row[None]) for row in random_tokens(9, 100))
 
     def away(begun):
         network = new_network(RECIPE, target, None)
