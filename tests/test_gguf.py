@@ -14,7 +14,7 @@ import torch
 from downloads import assert_error, download, limit_disk
 from safetensors import SafetensorError
 from tokenizerKinds import byte_level, sentence_piece
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine.cachedModel import context_of
 from inputs import files
@@ -43,11 +43,20 @@ METADATA = {
 }  # fmt: skip
 
 
+def random_model(kind, sizes):
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIG | sizes)).eval()
+    for weight in model.parameters():  # Norms of 1 and biases of 0 would hide that one is in the other's place.
+        if weight.ndim == 1:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+            weight.data = weight.bfloat16().float()
+    return model
+
+
 @pytest.fixture(scope="module")
 def model():
     """A random model of Llama's kind with grouped heads, in float32."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**CONFIG)).eval()
+    return random_model("llama", {})
 
 
 @pytest.fixture(scope="module")
@@ -214,16 +223,6 @@ MODELS = {  # {case: (kind, sizes of its configuration, metadata, tables of its 
         "gemma3_text", GEMMA | {"num_hidden_layers": 6, "rope_parameters": THETA | BY_KIND}, FACTOR, {},
     ),
 }  # fmt: skip
-
-
-def random_model(kind, sizes):
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **CONFIG | sizes)).eval()
-    for weight in model.parameters():  # Norms of 1 and biases of 0 would hide that one is in the other's place.
-        if weight.ndim == 1:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-            weight.data = weight.bfloat16().float()
-    return model
 
 
 @pytest.mark.parametrize("case", MODELS)
