@@ -140,17 +140,11 @@ def test_rows_end_where_those_of_generate_alone_end(target, draft, how):
 
 def test_other_prompts_and_rules(target, draft):
     """A prompt without a mask, whose zeros transformers takes for padding; a rule that chooses the number of guesses;
-    and a window of attention that texts outgrow."""
+    a window of attention that texts outgrow; and a draft whose vocabulary is padded to another size."""
     equal(target, speculative(draft), input_ids=torch.tensor([[0, 0, 5, 9], [1, 2, 3, 4]]), attention_mask=None)
     equal(target, speculative(draft, DraftConfidence(6, 0.4)), max_new_tokens=30)
     equal(tiny("mistral", sliding_window=8, layers=1), speculative(draft), rows=ROWS[:1], max_new_tokens=30)
-
-
-def test_vocabularies_of_one_tokenizer_may_be_padded_differently(target):
-    wider = tiny(seed=1, vocabulary=64)
-    with pytest.raises(ValueError, match="61 entries and the draft's 64: they must share one tokenizer"):
-        greedy(target, speculative(wider))
-    equal(target, speculative(wider, vocabulary=61))
+    equal(target, speculative(WIDER, vocabulary=61))
 
 
 # Distributions.
@@ -363,7 +357,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(target, draft, arguments, wo
 
 
 T5 = T5Config(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=2)
-ADAPTED = tiny()
+ADAPTED, WIDER = tiny(), tiny(seed=1, vocabulary=64)
 ADAPTED.peft_config = {"default": None}
 
 
@@ -377,6 +371,7 @@ ADAPTED.peft_config = {"default": None}
         ({"vocabulary": 62}, r"vocabulary must lie in \[1, 61\]"),
         ({"draft": T5ForConditionalGeneration(T5)}, "models of type t5 are not supported: it is an encoder with a"),
         ({"draft": ADAPTED}, "a draft with adapters"),
+        ({"draft": WIDER}, "61 entries and the draft's 64: they must share one tokenizer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -432,20 +427,16 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
     assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
 
 
-def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path):
+def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path, capsys):
     tiny().save_pretrained(tmp_path / "model")
     assert packGenerate.main([str(tmp_path / "model")]) == 0
+    assert packGenerate.main([str(tmp_path / "model")]) == 2  # It overwrites nothing.
+    assert "exists already; name another folder" in capsys.readouterr().err
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
     prompt, how = torch.tensor([ROWS[0]]), GREEDY | {"max_new_tokens": 20}
     ours = model.generate(prompt, **how, assistant_model=draft, return_dict_in_generate=True)
     assert ours.records[0].alpha > 0.2
     assert ours.sequences.tolist() == type(model).generate(model, prompt, **how).tolist()
-
-
-def test_packing_does_not_overwrite(tmp_path, capsys):
-    (tmp_path / "custom_generate").mkdir()
-    assert packGenerate.main([str(tmp_path)]) == 2
-    assert re.search("exists already; name another folder", capsys.readouterr().err)
 
 
 def test_every_setting_that_is_refused_is_one_of_transformers():

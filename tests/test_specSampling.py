@@ -10,11 +10,10 @@ from helpers import DRAWS, FULL
 from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
 from outcomes import FREE, largest_error, small, speculative_error
 
-import specSampling as loop
-from decoding.model import Model
-from decoding.rows import Record
+from decoding.rows import Record, Rows
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
+from lossless.mistakes import FlawedModel, unfiltered
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -51,9 +50,9 @@ def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
 SETTINGS = [FREE, Sampling(0.85, 0, 0.9), Sampling(1.5, 2, 1.0), Sampling(1.0, 0, 0.95, 1.5)]
 
 
-def error(gamma=2, verify=token_rule, own=(None, None), **options):
+def error(gamma=2, verify=token_rule, own=(None, None), drafter=ModelDrafter, **options):
     """The largest difference between the probability of a text and the target's. own: the draft's sampling."""
-    return speculative_error(lambda target, draft, _: ModelDrafter(draft, *own), gamma, verify, **options)
+    return speculative_error(lambda target, draft, _: drafter(draft, *own), gamma, verify, **options)
 
 
 @pytest.mark.parametrize(
@@ -80,27 +79,18 @@ def test_texts_of_plain_decoding_have_the_models_probabilities():
     assert largest_error(lambda prefixes: regrSampling(prefixes, target, 4, sampling)[0], target, 4, sampling) < 1e-6
 
 
-def scored_otherwise(patch, wrong):
-    """wrong: f(q, sampling) -> what the target is told of both."""
-    whole = Model.score_block
+def scoring_with(wrong):
+    """A target that scores guesses with `wrong(sampling)`."""
 
-    def score_block(target, block, positions, q, u, sampling, *rest):
-        q, sampling = wrong(q, sampling)
-        return whole(target, block, positions, q, u, sampling, *rest)
+    class Target(FlawedModel):
+        def score_block(self, block, positions, q, u, sampling, *rest):
+            return super().score_block(block, positions, q, u, wrong(sampling), *rest)
 
-    patch.setattr(Model, "score_block", score_block)
-
-
-def filter_on_one_side_only(patch):
-    scored_otherwise(patch, lambda q, sampling: (q, Sampling(1, 0, 1)))
+    return Target
 
 
-def target_filtered_as_the_draft(patch):
-    scored_otherwise(patch, lambda q, sampling: (q, sampling.but(0.4, None)))
-
-
-def q_as_if_drawn_at_the_targets_temperature(patch):
-    scored_otherwise(patch, lambda q, sampling: (q**0.4 / (q**0.4).sum(-1, keepdim=True), sampling))
+def q_at_the_targets_temperature(draft, *own):
+    return unfiltered(ModelDrafter(draft, *own), FREE)
 
 
 def penalty_that_forgets_the_guesses(patch):
@@ -109,17 +99,17 @@ def penalty_that_forgets_the_guesses(patch):
 
 
 def positions_off_by_one_in_the_target(patch):
-    right = loop.Rows.positions
-    patch.setattr(loop.Rows, "positions", lambda rows, first, count: right(rows, first + (first == -1), count))
+    right = Rows.positions
+    patch.setattr(Rows, "positions", lambda rows, first, count: right(rows, first + (first == -1), count))
 
 
 @pytest.mark.parametrize(
     "mistake, options",
     [
         *((None, {"gamma": 1, "verify": rule}) for rule in (always_accept, replace_from_p, bonus_from_q, p_shifted)),
-        (filter_on_one_side_only, {"sampling": Sampling(1.0, 0, 0.8)}),
-        (target_filtered_as_the_draft, {"own": (0.4, None)}),
-        (q_as_if_drawn_at_the_targets_temperature, {"own": (0.4, None)}),
+        (None, {"target": scoring_with(lambda sampling: FREE), "sampling": Sampling(1.0, 0, 0.8)}),
+        (None, {"target": scoring_with(lambda sampling: sampling.but(0.4, None)), "own": (0.4, None)}),
+        (None, {"drafter": q_at_the_targets_temperature, "own": (0.4, None)}),
         (penalty_that_forgets_the_guesses, {"sampling": SETTINGS[3], "vocabulary": 5}),
         (positions_off_by_one_in_the_target, {}),
     ],
