@@ -169,6 +169,18 @@ def test_another_batch_finds_its_own_length():
     assert rule.search.best.size == 0
 
 
+@pytest.mark.parametrize("slower", [3.0, 0.3])
+def test_a_machine_that_gets_slower_changes_all_lengths_by_the_rounds_of_one(slower):
+    chains = [Tree.chain(0), Tree.chain(4)]
+    search, (plain, four) = Search(chains), (1.0, 2.08)
+    for tree, seconds in list(zip(chains, (plain, four))) * 30:
+        search.learn(tree, seconds)
+    for i in range(350):
+        search.learn(chains[1], four * slower ** min(i / 300, 1))
+    assert search.seconds(chains[1]) == pytest.approx(slower * four, rel=0.03)
+    assert search.seconds(chains[0]) == pytest.approx(slower * plain, rel=0.25)
+
+
 def test_a_clock_that_stands_still_gives_a_time():
     search = Search([Tree.chain(0)])
     search.learn(Tree.chain(0), 0.0)

@@ -69,6 +69,14 @@ def test_the_gradient_of_rejection_is_a_difference_quotient_with_as_much_in_the_
         torch.testing.assert_close((gradient * step).sum(-1), quotient, atol=1e-8, rtol=1e-3)
 
 
+def test_a_token_near_the_edge_of_the_nucleus_is_partly_inside():
+    """The edge lies between 0.15, the last token that top-p keeps, and 0.05; or, far from 0.001, below 0.3."""
+    found, edge = soft_nucleus(torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.699, 0.3, 0.001, 0.0]]))
+    torch.testing.assert_close(edge[:, 0], torch.tensor([(0.15 * 0.05) ** 0.5, training.WIDEST * 0.3]))
+    torch.testing.assert_close(found[0], torch.tensor([0.9991, 0.9931, 0.9, 0.1]), atol=1e-4, rtol=0)
+    assert found[1, 1] > 0.99 and found[1, 2] < 0.001
+
+
 def test_the_soft_nucleus_accepts_about_as_much_as_the_one_that_tokens_are_drawn_from():
     draft, target = 2 * torch.randn(2, 64, 400, generator=torch.Generator().manual_seed(0))
     draft = target + draft / 3
