@@ -160,8 +160,11 @@ def test_rows_that_fail_guess_less_than_rows_that_pass():
     assert ours > 1.05 * max(simulate(Fixed(gamma), *world) for gamma in range(1, 9))
 
 
-def test_another_batch_finds_its_own_length():
+def test_another_batch_begins_with_what_one_learnt_and_finds_its_own_length():
     """What pays for 8 rows costs more than it brings for 32."""
+    rule = CostAware(8)
+    simulate(rule, [0.9] * 8, takes(0.01), 20_000)
+    assert rule.search_for(4).best == rule.searches[8].best == rule.search_for(4).opening[0]
     rule = CostAware(8)
     simulate(rule, [0.7] * 8, takes(0.05), 20_000)
     assert rule.search.best.size > 0
@@ -235,6 +238,12 @@ def test_acceptance_is_learnt_from_rounds():
     assert table[2][0] == pytest.approx(0.6, abs=0.08) and table[0][2] < 0.02
     assert table[3] == pytest.approx(table[4]) and table[2][1] == pytest.approx(table[1][1])  # What no round has shown.
     assert all(sum(row) <= 1 for row in table)
+
+
+def test_before_the_first_round_there_is_hope():
+    table = Acceptance().table(3, 3)
+    assert table[0] == table[2] and table[0][0] == Acceptance.HOPE
+    assert table[0][0] > table[0][1] > table[0][2] > 0 and sum(table[0]) < 1
 
 
 def test_a_guess_that_was_not_asked_for_does_not_count():

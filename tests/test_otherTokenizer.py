@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decoding.drafter import Fixed
 from decoding.lengthRules import Additive, DraftConfidence
+from decoding.rows import Rows
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from engine.sharedWeights import RestrictedModel
@@ -200,6 +201,18 @@ def test_texts_have_the_targets_probabilities(options):
 )
 def test_a_planted_mistake_is_caught(options):
     assert error(**options, length=3, gamma=1) > 1e-3
+
+
+def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
+    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:2])
+    rows = Rows(prompts, 9, [target])
+    drafter = OtherTokenizerDrafter(draft, translation)
+    drafter.begin(rows)
+    drafter.read_prompts(rows)
+    rows.ended[1] = True
+    guesses = drafter.draft(rows, [3, 3], FREE)
+    assert guesses.counts().tolist() == [3, 0] and not guesses.q[1].any()
+    assert drafter.draft(rows, [0, 0], FREE).q.shape == (2, 0, len(kinds["llama"]))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling()], ids=["greedy", "free", "top-p"])
