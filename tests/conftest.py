@@ -79,12 +79,17 @@ def frozen_heap():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def idle_machine():
-    """A run on a machine that other programs use says so: the suite itself is such a program. Nor does the suite wait
-    until a step has been warmed up for its time to be right."""
+def short_measurements(tmp_path_factory):
+    """No step is warmed up until its time is right, and the target's own copy is measured on short texts and kept in a
+    folder of this test run. The machine seems idle, though the suite uses it: a run would say so."""
+    folder = tmp_path_factory.mktemp("copies")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("experiments.speed.WARM_SECONDS", 0)
         patch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        for module in copies, gate:
+            patch.setattr(module, "cache_folder", lambda: folder)
+        patch.setattr(selfDraft, "TEXTS", (2, 12))
+        patch.setattr(selfDraft, "TIMINGS", 1)
         yield
 
 
@@ -104,18 +109,6 @@ def pair_folder(tmp_path_factory):
 def pair():
     """Two unlike models, the second with one layer."""
     return helpers.tiny(seed=0), helpers.tiny(seed=1, layers=1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def small_copies(tmp_path_factory):
-    """The target's own copy is measured on short texts, and kept in a folder of this test run."""
-    with pytest.MonkeyPatch.context() as patch:
-        folder = tmp_path_factory.mktemp("copies")
-        patch.setattr(copies, "cache_folder", lambda: folder)
-        patch.setattr(gate, "cache_folder", lambda: folder)
-        for name, value in {"TEXTS": (2, 12), "TIMINGS": 1}.items():
-            patch.setattr(selfDraft, name, value)
-        yield folder
 
 
 @pytest.fixture(scope="session")

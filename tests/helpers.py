@@ -168,11 +168,9 @@ def chi_square(samples, expected, vocabulary):
     if counts[wanted == 0].sum() > 0:
         return 0.0
     small = wanted < 5
+    if wanted[small].sum() < 5:  # too little even pooled: with the largest cell
+        small[wanted.argmax()] = True
     observed, wanted = ([*x[~small].tolist(), x[small].sum().item()] for x in (counts, wanted))
-    if wanted[-1] < 5:  # too little even pooled: into the largest cell
-        rest = wanted.pop(), observed.pop()
-        largest = max(range(len(wanted)), key=wanted.__getitem__)
-        wanted[largest], observed[largest] = wanted[largest] + rest[0], observed[largest] + rest[1]
     return chisquare(observed, [w * sum(observed) / sum(wanted) for w in wanted]).pvalue
 
 

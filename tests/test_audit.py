@@ -7,7 +7,7 @@ import helpers
 import numpy as np
 import pytest
 import torch
-from conftest import lines_of
+from conftest import lines_of, one_line
 from test_specSampling import PROMPTS
 
 from inputs.models import load_model, load_tokenizer, model_limits
@@ -257,8 +257,7 @@ def test_a_file_that_cannot_be_used_is_one_line(cli, pair_folder, tmp_path, caps
     if content is not None:
         file.write_text(content)
     assert cli.main(["--audit", str(file), "--target", str(pair_folder / "target"), "--out", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and all(word in said for word in BAD.get(content, ["is not a file"])), said
+    one_line(capsys, *BAD.get(content, ["is not a file"]))
     assert not (tmp_path / "results.jsonl").exists()
 
 

@@ -91,7 +91,7 @@ def test_a_cut_download_goes_on_and_a_damaged_one_is_made_again(hub, both, capsy
 
 
 def test_what_cannot_be_had_is_one_line(hub, both, capsys, monkeypatch):
-    """What a hub, a network or a disk refuses is in test_downloadModel.py and test_faults.py."""
+    """What a hub, a network or a disk refuses is in test_downloadModel.py."""
     assert_data_error(capsys, "--offline", arguments=("--offline",))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert_data_error(capsys, "HF_HUB_OFFLINE")

@@ -1,5 +1,5 @@
 """downloadModel.py against a hub on localhost: what is downloaded, resumed, repaired, replaced and refused. What is no
-hub id is in test_flags.py and test_security.py, what a hub answers with an error in test_faults.py."""
+hub id is in test_flags.py and test_security.py."""
 
 import json
 import os
@@ -185,6 +185,12 @@ def test_what_a_hub_refuses_is_one_line(hub, pythia, capsys):
     ):
         hub.answer = 200, content
         assert_error(capsys, word)
+    hub.answer, hub.models[NAME].gated = None, False
+    for asked in "answer", "file_answer":
+        for status in 404, 429, 500, 503:
+            setattr(hub, asked, (status, {"error": "no"}))
+            assert_error(capsys, f"answered {status}", NAME, *["try again later"] * (asked == "answer"))
+        setattr(hub, asked, None)
     assert not pythia.exists() and hub.moved == 0
 
 
@@ -222,9 +228,23 @@ def test_a_proxy_that_needs_another_package_says_which():
         raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed.")
 
 
+def test_a_hub_that_does_not_answer_in_time_is_one_line(hub, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    hub.slow = 0.5
+    assert_error(capsys, "no connection to", "Timeout", "HF_ENDPOINT", "--offline")
+
+
+def test_content_of_another_hash_is_refused_and_the_files_that_are_right_are_kept(hub, pythia, capsys):
+    hub.replace["model.safetensors"] = bytes(WEIGHTS)
+    assert_error(capsys, "model.safetensors", "was downloaded twice with a hash that differs")
+    assert not pythia.exists()
+    hub.replace.clear()
+    hub.forget()
+    assert download(NAME) == 0 and hub.served == {"model.safetensors": WEIGHTS}
+
+
 @pytest.mark.parametrize("wrong", [b"0" * (WEIGHTS + 1), b"0" * (WEIGHTS // 2)])
 def test_a_part_of_other_content_is_begun_again_and_says_how_far_it_is(hub, pythia, capsys, monkeypatch, wrong):
-    """Content of another hash that a hub sends is in test_faults.py."""
     monkeypatch.setattr(progress, "PAUSE", 0)
     part = pythia.parent / "pythia-70m.incomplete" / "model.safetensors.part"
     part.parent.mkdir(parents=True)

@@ -5,7 +5,7 @@ import re
 import shlex
 
 import pytest
-from conftest import refused
+from conftest import one_line, refused
 from test_speed import measurement
 
 from experiments.intervals import summarize
@@ -72,8 +72,7 @@ def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tm
     wrong |= dict.fromkeys(("../other", "index", "categories-head"), "no record with the name")
     for name, reason in wrong.items():
         assert keep(name) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("keepRecord: error: ") and error.count("\n") == 1 and reason in error
+        one_line(capsys, reason, script="keepRecord")
     monkeypatch.setattr(
         keepRecord.subprocess, "run", lambda command: pytest.fail("measured before all names were read")
     )

@@ -19,7 +19,6 @@ from decoding.tree import Tree
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
-from experiments import settings
 from experiments.flags import parser
 from lossless import scorer as scoring
 from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
@@ -388,11 +387,3 @@ def test_in_bfloat16_an_exact_sampler_passes_and_a_mistake_is_seen(compiles, top
         logits = logits_as_written(target, 5, prompts, texts)
         figures = TextScorer(target, draft, sampling).evidence(prompts, texts, logits=logits).figures()
         assert (not seen_by(figures, 1e-3)) is right and (not compiles or target.forwards == 0)
-
-
-def test_the_number_of_texts_follows_the_tokens(flags):
-    def rows(line):
-        return settings.parse([*flags, *line.split()]).rows
-
-    assert [rows(f"--lossless --tokens {n} --maxLen 20") for n in (1, 100, 100_000)] == [1, 5, 64]
-    assert rows("--speed") == 1

@@ -35,13 +35,13 @@ def tokenizer():
     return load_tokenizer("bundled-target")
 
 
-def split(tokens, seed=0, vocabulary=4096):
+def split(tokens, seed=0):
     """`tokens` as rounds of random lengths, with rejected guesses at random."""
     chance, tokens = random.Random(seed), list(tokens)
     rounds = [Round([], [], [tokens.pop(0)])]
     while tokens:
         count = min(chance.randrange(4), len(tokens) - 1)
-        rejected = [chance.randrange(vocabulary) for _ in range(chance.randrange(4))]
+        rejected = [chance.randrange(4096) for _ in range(chance.randrange(4))]
         rounds.append(Round(tokens[:count], rejected, tokens[count : count + 1]))
         del tokens[: count + 1]
     return rounds
@@ -79,19 +79,6 @@ def test_a_character_comes_whole_with_its_last_token(tokenizer):
     assert len(tokens) > 3
     assert [piece for token in tokens if (piece := pieces.add(token))] == ["a", "\U0001f600", "\u6f22"]
     assert pieces.rest() == ""
-
-
-def test_a_token_costs_the_same_however_long_the_text_is(tokenizer):
-    class Counting:
-        decoded = 0
-
-        def decode(self, tokens):
-            self.decoded += len(tokens)
-            return tokenizer.decode(tokens)
-
-    counting, tokens = Counting(), ids(tokenizer, MANY_BYTES * 100)
-    pieces = decoded_rounds([Round([], [], tokens)], counting)
-    assert "".join(pieces[0][2]) == MANY_BYTES * 100 and counting.decoded < 12 * len(tokens)
 
 
 # Rounds.
@@ -268,32 +255,39 @@ class Page(HTMLParser):
             self.verdicts.append(data)
 
 
-def text_until(tokenizer, rounds, last=None):
-    """What the page shows of these rounds until the one numbered `last`."""
-    ended = rounds if last is None else rounds[: last + 1]
-    return visible(tokenizer.decode([token for round in ended for token in round.accepted + round.target]))
+def text_until(tokenizer, turns, last):
+    """What a page of these turns shows when the round numbered `last` is over."""
+    texts, begun = [], 0
+    for turn in turns:
+        if rounds := turn.rounds[: max(0, last + 1 - begun)]:
+            text = tokenizer.decode([token for round in rounds for token in round.accepted + round.target])
+            texts.append(visible(turn.prompt * bool(begun) + text))
+        begun += len(turn.rounds)
+    return "\n\n".join(texts)
 
 
 @pytest.fixture
 def page(tokenizer, tmp_path):
-    """A page of rounds whose text is markup, and those rounds."""
-    rounds = rounds_of(tokenizer, f"He said {CURSED} and {MANY_BYTES}\nand so on.")
-    page = html_page([Turn(CURSED, rounds)], tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
+    """A page whose prompts and text are markup, its turns, and the number of its last round."""
+    texts = {CURSED: f"He said {CURSED} and {MANY_BYTES}\nand so on.", f"> {CURSED}\n\n": "No, not today."}
+    turns = [Turn(prompt, rounds_of(tokenizer, text)) for prompt, text in texts.items()]
+    page = html_page(turns, tokenizer, f"T {CURSED}", {"target <i>": CURSED, "gamma": 4})
     write_file(tmp_path / "page.html", page)
-    return tmp_path / "page.html", rounds
+    return tmp_path / "page.html", turns, sum(len(turn.rounds) for turn in turns) - 1
 
 
 def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
-    path, rounds = page
+    path, turns, last = page
     source = path.read_text(encoding="utf-8")
     parsed = Page(source)
-    assert "img" not in parsed.tags and "i" not in parsed.tags and "link" not in parsed.tags
+    assert not {"img", "i", "link"} & {*parsed.tags}
     assert parsed.tags.count("script") == 2 and "default-src 'none'" in source
     assert not set("<>&\u2028") & set(parsed.texts["rounds"])
     assert "src=x" not in source.replace("&lt;img src=x", "") and "http" not in source.replace("http-equiv", "")
     assert parsed.texts["prompt"] == visible(CURSED)
-    assert parsed.texts["text"] == text_until(tokenizer, rounds)  # without any script
-    for kinds, pieces in zip(json.loads(parsed.texts["rounds"]), decoded_rounds(rounds, tokenizer), strict=True):
+    assert parsed.texts["text"] == text_until(tokenizer, turns, last)  # without any script
+    rounds = [pieces for turn in turns for pieces in decoded_rounds(turn.rounds, tokenizer)]
+    for kinds, pieces in zip(json.loads(parsed.texts["rounds"]), rounds, strict=True):
         assert list(map(len, kinds)) == list(map(len, pieces))
         assert "".join(kinds[1]) == visible("".join(pieces[1]), "\n\t\u200c\u200d")
     assert os.listdir(path.parent) == [path.name] and os.stat(path).st_mode & 0o777 == 0o644
@@ -329,34 +323,22 @@ def browser(tmp_path_factory):
     return dump
 
 
-def test_a_browser_opens_the_page_at_a_round_and_plays_it_to_its_end(tokenizer, page, browser):
-    path, rounds = page
-    last = len(rounds) - 1
-    shown, played = (Page(browser(f"file://{path}#{at}")) for at in ("3", "play"))
-    assert shown.texts["text"] == text_until(tokenizer, rounds, 3) and shown.texts["forwards"] == "4"
-    assert shown.texts["where"] == f"Round 3 of {last}" and shown.texts["prompt"] == visible(CURSED)
-    accepted, rejected, target = map(len, rounds[3])
+def test_a_browser_opens_the_page_at_a_round_and_plays_its_turns_one_after_the_other(tokenizer, page, browser):
+    path, turns, last = page
+    first, second = (turn.rounds for turn in turns)
+    third, between, played = (Page(browser(f"file://{path}#{at}")) for at in (3, len(first), "play"))
+    for shown, at in (third, 3), (between, len(first)), (played, last):
+        assert shown.texts["text"] == text_until(tokenizer, turns, at) and shown.texts["forwards"] == str(at + 1)
+        assert shown.texts["prompt"] == visible(CURSED) and "img" not in shown.tags
+    places = [shown.texts["where"] for shown in (third, between, played)]
+    assert places == [f"Round 3 of {last}", "The next prompt is read", f"Round {last} of {last}"]
+    accepted, rejected, target = map(len, first[3])
     dropped = ["rejected", *["dropped"] * rejected][:rejected]
-    assert shown.verdicts == ["accepted"] * accepted + dropped + ["target"] * target
-    assert played.texts["text"] == text_until(tokenizer, rounds) and not {"img"} & {*shown.tags, *played.tags}
-    assert played.texts["where"] == f"Round {last} of {last}" and played.texts["play"] == "Play"
-
-
-def test_a_browser_plays_the_turns_of_a_conversation_one_after_the_other(tokenizer, tmp_path, browser):
-    first, second = rounds_of(tokenizer, f"Yes, {MANY_BYTES}"), rounds_of(tokenizer, "No, not today.")
-    turns = [Turn("> a\n\n", first), Turn(f"> {CURSED}\n\n", second)]
-    write_file(tmp_path / "page.html", html_page(turns, tokenizer, "", {}))
-
-    def at(round):
-        shown = Page(browser(f"file://{tmp_path}/page.html#{round}")).texts
-        return shown["text"], shown["where"], shown["mean"]
-
-    last = len(first) + len(second) - 1
-    begun = f"Yes, {MANY_BYTES}\n\n> {visible(CURSED)}\n\n"
-    tokens = sum(len(round.accepted) + len(round.target) for round in first + second)
-    mean = at(len(first) - 1)[2]
-    assert at(len(first)) == (begun + tokenizer.decode(second[0].target), "The next prompt is read", mean)
-    assert at(last) == (begun + "No, not today.", f"Round {last} of {last}", f"{(tokens - 2) / (last - 1):.2f}")
+    assert third.verdicts == ["accepted"] * accepted + dropped + ["target"] * target
+    # Tokens a round, without those of the rounds that read a prompt.
+    of_first, of_all = (sum(len(round.accepted + round.target) for round in of) for of in (first, first + second))
+    assert between.texts["mean"] == f"{(of_first - 1) / (len(first) - 1):.2f}"
+    assert played.texts["mean"] == f"{(of_all - 2) / (last - 1):.2f}" and played.texts["play"] == "Play"
 
 
 DRIVER = """

@@ -68,12 +68,6 @@ def test_one_version_and_one_licence_are_named_everywhere():
     assert (ROOT / "LICENSE").read_text().startswith(f"{cited['license']} License\n")
 
 
-def test_it_is_a_clone_that_runs_and_no_package_that_is_installed():
-    """Installed, its modules would be libraries named `utils` and `report`."""
-    assert not re.search(r"^\[(project|build-system)", (ROOT / "pyproject.toml").read_text(), re.M)
-    assert not [name for name in ("setup.py", "setup.cfg") if (ROOT / name).exists()]
-
-
 def test_imports_go_one_way():
     assert arrows_back(ROOT) == []
 
