@@ -21,10 +21,9 @@ def audit(flags, tmp_path, monkeypatch):
 
     def run(names=None, tokens=200, seed=0):
         auditEngines.audit_engines(names, False, tokens, seed)
-        cells = json.loads(changed["FILE"].read_text())["cells"]
-        return {(cell["method"], cell["setting"], cell["seed"]): cell for cell in cells}
+        run.record = json.loads(auditEngines.FILE.read_text())
+        return {(cell["method"], cell["setting"], cell["seed"]): cell for cell in run.record["cells"]}
 
-    run.file = changed["FILE"]
     return run
 
 
@@ -56,7 +55,8 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     cells = audit()
     cell = cells["generate:plain", "T 1", 0]
     assert cell["seen_by"] and cell["variation"][0] > 0
-    table = {row.split(" | ")[0][2:]: row for row in audited(audit.file).splitlines() if row.startswith("| ")}
+    page = auditEngines.engines_table({"engines": (audit.record, [])})
+    table = {row.split(" | ")[0][2:]: row for row in page.splitlines() if row.startswith("| ")}
     assert "**no**" in table["generate:plain"] and "the target's" in table["generate:plain"]
     assert "no difference found" in table["fixed"] and "≤ " in table["fixed"]
 
@@ -67,8 +67,3 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
     assert not audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["seen_by"]
-
-
-def audited(file):
-    """The table of the page."""
-    return auditEngines.engines_table({"engines": (json.loads(file.read_text()), [])})

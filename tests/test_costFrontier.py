@@ -58,9 +58,7 @@ def test_tokens_a_round_are_the_closed_form_and_those_of_the_sampler_and_mistake
     assert row["cost"].low < 1 / exact[-1] < row["cost"].high and row["cost"].high / row["cost"].low < 1.1
     # Planted: every guess accepted with the mean probability, independently; and the contexts of the target's own text
     # instead of those after accepted guesses.
-    alpha = sum(share for text in texts for _, share in text["reach"]) / sum(
-        n for text in texts for n, _ in text["reach"]
-    )
+    reached, accepted = np.sum([depth for text in texts for depth in text["reach"]], 0)
     stationary = np.linalg.matrix_power(P, 200)[0]
     along = np.minimum(P, Q).sum(1)
     of_text, reach = 1.0, stationary
@@ -68,7 +66,7 @@ def test_tokens_a_round_are_the_closed_form_and_those_of_the_sampler_and_mistake
         reach = reach * along
         of_text += reach.sum()
         reach = reach @ P
-    for mistaken in expected_chain([alpha] * GAMMA), of_text:
+    for mistaken in expected_chain([accepted / reached] * GAMMA), of_text:
         assert abs(mistaken / exact[-1] - 1) > 0.04
 
 

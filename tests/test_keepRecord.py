@@ -14,36 +14,38 @@ from scripts import keepRecord, render
 
 
 @pytest.fixture
-def measured(copy, monkeypatch, tmp_path):
-    """`keepRecord NAME ...` with the folder tmp_path/runs, where a command measures what the record of today says."""
-    folder, commands = tmp_path / "runs", []
-    (run, lines), code = render.Records(copy)["first"], keepRecord.code_version()
+def keep(copy, monkeypatch, tmp_path):
+    """`keepRecord NAME ...` with the folder tmp_path/runs, where a command measures what the record of today says.
+    commands: those so far; the one numbered `stopped` is interrupted."""
+    folder, (run, lines), code = tmp_path / "runs", render.Records(copy)["first"], keepRecord.code_version()
+
+    def keep(*words):
+        return keepRecord.main([*words, "--from", str(folder)], copy)
 
     def measure(command):
-        commands.append(command)
-        name, unfinished = f"feed{len(commands)}", len(commands) == measure.stopped
+        keep.commands.append(command)
+        name, unfinished = f"feed{len(keep.commands)}", len(keep.commands) == keep.stopped
         head = run | {"code": code, "folder": "/elsewhere", "command": shlex.join(command[2:]), "run": name}
         for line in head, *(lines[:-1] if unfinished else lines):
             Results(folder).append(**line | {"run": name})
         if unfinished:
             raise KeyboardInterrupt
 
-    measure.stopped = measure.code = None
+    keep.commands, keep.stopped = [], None
     monkeypatch.setattr(keepRecord.subprocess, "run", measure)
     monkeypatch.setattr(keepRecord, "MEASURED", {"first": ("--head head", 2), "other": ("--lossless", 1)})
-    return lambda *words: keepRecord.main([*words, "--from", str(folder)], copy), commands, measure
+    return keep
 
 
 def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one_before(
-    copy, measured, monkeypatch, capsys
+    copy, keep, monkeypatch, capsys
 ):
-    keep, commands, measure = measured
-    records, measure.stopped = render.Records(copy), 2
+    records, keep.stopped = render.Records(copy), 2
     assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("rounds")
     assert render.main(["--check"], copy) == 1
     assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
-    assert keep() == 0 and [command[2] for command in commands] == ["--head"] * 3 + ["--lossless"]
+    assert keep() == 0 and [command[2] for command in keep.commands] == ["--head"] * 3 + ["--lossless"]
     after = render.Records(copy)
     assert not after.is_stale("first") and not after.is_stale("other")
     assert all(after[name] == records[name] for name in records.runs if name != "first")
@@ -53,16 +55,16 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     written = [(copy / name).read_text() for name in ("docs/records/results.jsonl", "results.txt")]
     assert not any("elsewhere" in text for text in written)
     assert re.findall(r"^Run (\w+) of", written[1], re.M) == ["feed1"]  # what `make run` writes
-    assert keep() == 0 and len(commands) == 4
+    assert keep() == 0 and len(keep.commands) == 4
     monkeypatch.setitem(keepRecord.MEASURED, "first", ("--head other", 2))
     assert after.is_stale("first")
 
 
-def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tmp_path, capsys):
-    keep, _, _ = measured
+def test_a_record_that_cannot_be_kept_is_refused(copy, keep, monkeypatch, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/rounds.json").write_text("[]")
-    monkeypatch.setattr(keepRecord.subprocess, "run", lambda command: None)
+    commands = []
+    monkeypatch.setattr(keepRecord.subprocess, "run", commands.append)  # It measures nothing.
     before = (copy / "docs/records/results.jsonl").read_text()
     wrong = {
         "first": "the command of first failed",
@@ -73,10 +75,7 @@ def test_a_record_that_cannot_be_kept_is_refused(copy, measured, monkeypatch, tm
     for name, reason in wrong.items():
         assert keep(name) == 2
         one_line(capsys, reason, script="keepRecord")
-    monkeypatch.setattr(
-        keepRecord.subprocess, "run", lambda command: pytest.fail("measured before all names were read")
-    )
-    assert keep("first", "nonsense") == 2
+    assert keep("first", "nonsense") == 2 and len(commands) == 1  # All names are read before any is measured.
     assert (copy / "docs/records/results.jsonl").read_text() == before
 
 

@@ -32,14 +32,6 @@ def configure(folder, name="config.json", /, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def shard(folder):
-    """Rewrite a folder's weights as several files."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    model.save_pretrained(folder, max_shard_size=60_000)
-    return sorted(folder.glob("*.safetensors"))
-
-
 def test_a_model_is_named_by_a_folder_under_models_or_by_any_path(model_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "MODELS", tmp_path)
     assert find_model("model") == find_model(str(model_folder)) == find_model(model_folder) == model_folder
@@ -61,19 +53,17 @@ def test_pythia_is_the_default_once_both_are_there(tmp_path, monkeypatch):
     assert default_pair() == ("pythia-2.8b", "pythia-70m")
 
 
-def garbled(folder, config, weights=None):
-    (folder / "config.json").write_bytes(config)
-    if weights is not None:
-        (folder / "model.safetensors").write_bytes(weights)
+def replaced(folder, files):
+    """Give files of a folder this content; None: remove them."""
+    for name, content in files.items():
+        (folder / name).unlink(missing_ok=True)
+        if content is not None:
+            (folder / name).write_bytes(content)
 
 
 def cut(folder, size):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-
-
-def pickled(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 def without_a_weight(folder):
@@ -82,19 +72,15 @@ def without_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def sharded(folder, index):
-    """Weights in several files, of which one is lost, or with another index."""
-    files = shard(folder)
-    files[-1].unlink() if index is None else (folder / "model.safetensors.index.json").write_bytes(index)
-
-
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GARBLED = b"", b'{"model_type": "gpt', b"[]", b"[" * 100_000, b"{}", b"\xff\xfe\0", b'{"model_type": "none"}'
+INDICES = b"{}", b"[]", b'{"weight_map": 3}', b"{", b'{"weight_map": {"a": "lost.safetensors"}}'
 MISMATCH = ["do not match", "download"]  # transformers would go on, with random weights or without some layers.
 REFUSED = [
-    (lambda folder: (folder / "config.json").unlink(), ["no config.json", "download"]),
-    (pickled, ["no .safetensors", "download"]),
-    *((partial(cut, size=size), ["model.safetensors", "download it again"]) for size in (0, 7, -1)),
-    *((partial(garbled, config=text), ["/model", "download"]) for text in GARBLED),
+    (partial(replaced, files={"config.json": None}), ["no config.json", "download"]),
+    (partial(replaced, files={WEIGHTS: None, "pytorch_model.bin": b""}), ["no .safetensors", "download"]),
+    *((partial(cut, size=size), [WEIGHTS, "download it again"]) for size in (0, 7, -1)),
+    *((partial(replaced, files={"config.json": text}), ["/model", "download"]) for text in GARBLED),
     (partial(configure, hidden_size="x"), ["/model", "download"]),
     (partial(configure, num_attention_heads=0), ["/model", "download"]),
     (partial(configure, vocab_size=10**9), ["needs about", "smaller"]),
@@ -102,12 +88,9 @@ REFUSED = [
     (partial(configure, hidden_size=64), [*MISMATCH, ".weight"]),
     (partial(configure, vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
-    *(
-        (partial(sharded, index=index), ["/model", "download it again"])
-        for index in (None, b"{}", b"[]", b'{"weight_map": 3}', b"{")
-    ),
+    *((partial(replaced, files={WEIGHTS: None, INDEX: text}), ["/model", "download it again"]) for text in INDICES),
     *(  # Refused before their weights are read. More kinds are in test_gate.py.
-        (partial(garbled, config=b'{"model_type": "%s"}' % kind, weights=b""), [words])
+        (partial(replaced, files={"config.json": b'{"model_type": "%s"}' % kind, WEIGHTS: b""}), [words])
         for kind, words in {
             b"vit": "is not a causal language model",
             b"bart": "models of type bart are not supported: it is an encoder with a decoder",
@@ -152,7 +135,9 @@ def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(mod
 
 
 def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_folder):
-    assert len(shard(model_folder)) > 1
+    (model_folder / WEIGHTS).unlink()
+    AutoModelForCausalLM.from_pretrained(pair_folder / "target").save_pretrained(model_folder, max_shard_size=60_000)
+    assert len(sorted(model_folder.glob("*.safetensors"))) > 1
     (model_folder / "consolidated.safetensors").write_bytes(b"another layout, which is not loaded")
     assert weight_bytes(model_folder, torch.float32) == weight_bytes(pair_folder / "target", torch.float32)
     tokens = torch.tensor([[1, 2, 3]])

@@ -36,13 +36,9 @@ def test_short_work_and_processes_other_than_the_first_print_nothing(clock, caps
     assert capsys.readouterr().err == ""
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def test_a_terminal_shows_a_bar_until_the_work_is_done_or_given_up(clock, monkeypatch):
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    monkeypatch.setattr("sys.stderr", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
     before = len(progress.tqdm._instances)
     with pytest.raises(RuntimeError, match="lost"), progress.Bar("work", 2) as bar:
         clock[0] += 100

@@ -31,12 +31,6 @@ LONGEST = 60  # lines of a function
 TABLES = r"add_\w+"  # functions that are tables of flags
 
 
-def sources():
-    """{file of the project without its tests: its syntax tree}."""
-    files = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in ROOT.glob(f"{folder}/**/*.py"))]
-    return {file: ast.parse(file.read_text()) for file in sorted(files)}
-
-
 def arrows_back(root):
     """[(folder or file in the root, what it imports)] of imports that do not point to an earlier layer."""
     arrows = [(name, other) for name, others in imports(root).items() for other in others]
@@ -102,10 +96,11 @@ def test_the_engine_does_not_show_in_the_algorithm():
 
 
 def test_no_function_is_long():
+    files = [*ROOT.glob("*.py"), *(file for folder in FOLDERS for file in ROOT.glob(f"{folder}/**/*.py"))]
     long = [
         f"{file.relative_to(ROOT)}: {node.name}"
-        for file, tree in sources().items()
-        for node in ast.walk(tree)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
         and node.end_lineno - node.lineno + 1 > LONGEST
         and not re.fullmatch(TABLES, node.name)
