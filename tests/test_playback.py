@@ -12,7 +12,6 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-from conftest import refused
 from helpers import tiny
 
 from inputs.commandLine import visible
@@ -295,13 +294,6 @@ def test_the_page_holds_text_as_text_and_loads_nothing(tokenizer, page):
     style, script = ("sha256-" + base64.b64encode(hashlib.sha256(part).digest()).decode() for part in inner)
     assert [source.count(f"{name}-src") for name in ("default", "style", "script")] == [1, 1, 1]
     assert f"content=\"default-src 'none'; style-src '{style}'; script-src '{script}'\"" in source
-
-
-def test_a_page_that_cannot_be_written_is_one_line(tmp_path):
-    for path, reason in ((tmp_path / "no" / "p.html", "No such file"), (tmp_path, "not a file")):
-        with refused(f"--html {path}", "cannot be written", reason):
-            write_file(path, "")
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.fixture(scope="module")
