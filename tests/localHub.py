@@ -102,16 +102,15 @@ class Answer(BaseHTTPRequestHandler):
         hub.requests.append(f"{self.command} {self.path}")
         hub.authorization.append(self.headers.get("Authorization"))
         time.sleep(hub.slow)
-        file = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-        call = re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/revision/([^/]+)", path)
+        asked = re.fullmatch(r"/(?:api/)?(models/|datasets/)?([^/]+/[^/]+)/(?:revision|resolve)/([^/]+)/?(.*)", path)
+        kind, name, revision, file = asked.groups() if asked else [""] * 4
         if hub.busy:
             return self.reply(hub.busy.pop(0), {"error": "busy"}, **{"Retry-After": "0"})
         if answer := hub.file_answer if file else hub.answer:
             return self.reply(*answer)
-        if not (asked := file or call):
+        if not asked:
             return self.refuse(404, "NotFound")
-        kind, name, revision = asked.group(1, 2, 3)
-        repository = (hub.datasets if (kind or "").startswith("datasets") else hub.models).get(name)
+        repository = (hub.datasets if kind == "datasets/" else hub.models).get(name)
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
         if repository is None or repository.token not in (None, token):
             return self.refuse(401, "RepoNotFound")
@@ -119,10 +118,10 @@ class Answer(BaseHTTPRequestHandler):
             return self.refuse(403, "GatedRepo")
         if revision not in ("main", repository.commit):
             return self.refuse(404, "RevisionNotFound")
-        if file and file[4] not in repository.files:
+        if file and file not in repository.files:
             return self.refuse(404, "EntryNotFound")
         if file:
-            return self.send_file(repository, file[4])
+            return self.send_file(repository, file)
         siblings = [repository.entry(path) for path in repository.files]
         self.reply(200, {"id": name, "sha": repository.commit, "siblings": siblings})
 

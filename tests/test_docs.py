@@ -379,8 +379,7 @@ def test_every_flag_that_is_named_exists(cli, capsys):
             script.main(["--help"])
     known = {"--help", *re.findall(r"--[\w-]+", capsys.readouterr().out)}
     known |= set(launch_command_parser()._option_string_actions)  # of `accelerate launch`
-    known |= {"--measure"}  # of scripts/drawRounds.py, as its record was made
-    known |= {"--peers", "--text-check", "--shapes"}  # likewise of the benchmark
+    known |= {"--measure", "--peers", "--text-check", "--shapes"}  # as kept records were made
     known |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of SLURM
     for path in TEXTS:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", render.MARK.sub("", read(path))))

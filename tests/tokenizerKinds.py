@@ -12,8 +12,8 @@ TEXTS = [str(DATASETS / "sample" / "articles.raw")]
 QWEN2 = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def byte_level(size, words=None, end="<|endoftext|>", texts=TEXTS, alphabet=None):
-    """As GPT-2's tokenizer; words: another pattern of words. alphabet: the single bytes it knows, None: all."""
+def byte_level(size, words=None, end="<|endoftext|>"):
+    """As GPT-2's tokenizer; words: another pattern of words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if words:
@@ -25,9 +25,9 @@ def byte_level(size, words=None, end="<|endoftext|>", texts=TEXTS, alphabet=None
             ]
         )
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     options = {"vocab_size": size, "special_tokens": [end], "show_progress": False, "initial_alphabet": alphabet}
-    tokenizer.train(texts, trainers.BpeTrainer(**options))
+    tokenizer.train(TEXTS, trainers.BpeTrainer(**options))
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=end, eos_token=end)
 
 
