@@ -180,14 +180,14 @@ def test_a_run_says_yes(audit, tmp_path, written):
     assert "draft" not in lines_of(tmp_path)[0]["models"]
 
 
-def test_a_run_says_no_and_why(audit, cli, pair_folder, tmp_path, written):
+def test_a_run_says_no_and_why(audit, run, pair_folder, written):
     line, text = audit(written / "draft", f"--temperature 0.7 --draft {pair_folder / 'draft'}", code=1)
     assert "impossible" in line["seen_by"] and line["order"] == "q / p" and line["places"]
     assert "Not the target's at temperature 0.7" in text and "impossible tokens" in text
     place = line["places"][0]
     assert f"line {place['line']}, token {place['position']} of the text: {place['token']} " in text
     assert "sampling flags those of the engine?" in text and "name it with --draft" not in text
-    assert cli.main(["--rerun", "1", "--out", str(tmp_path)]) == 0  # the same figures
+    run("--rerun 1", base=())  # the same figures
 
 
 def test_greedy_runs(audit, written):
@@ -213,16 +213,10 @@ def test_text_is_encoded_with_its_prompt(audit, pair_folder, tmp_path):
     assert line["retokenised"] == 2 and "without token ids" in shown
 
 
-def test_texts_that_go_on_after_their_end_are_counted(audit, pair_folder, tmp_path, written):
+def test_texts_that_go_on_after_their_end_are_counted(audit, pair_folder, tmp_path):
     """In one line. A text whose last token ends it does not go on."""
     end = load_tokenizer(pair_folder / "target").eos_token_id
-    lines = [json.loads(line) for line in (written / "target").read_text().splitlines()]
-    for number, line in enumerate(lines):
-        line["tokens"] = [token for token in line["tokens"] if token != end]
-        if number < 3:
-            line["tokens"][4] = end
-    lines[-1]["tokens"][-1] = end
-    (tmp_path / "texts").write_text("\n".join(map(json.dumps, lines)))
+    write_texts(tmp_path / "texts", zip([[1, 2]] * 4, [*[[5, end, 6]] * 3, [5, 6, end]]))
     line, shown = audit(tmp_path / "texts", "--temperature 0.7", code=1)
     words = "3 texts with a token that ends a text, and more after it: the engine continued"
     assert line["after_end"] == 3 and words in shown
@@ -252,13 +246,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", [*BAD, None])
-def test_a_file_that_cannot_be_used_is_one_line(cli, pair_folder, tmp_path, capsys, content):
+def test_a_file_that_cannot_be_used_is_one_line(run, pair_folder, tmp_path, capsys, content):
     file = tmp_path / "texts.jsonl"
     if content is not None:
         file.write_text(content)
-    assert cli.main(["--audit", str(file), "--target", str(pair_folder / "target"), "--out", str(tmp_path)]) == 2
+    assert run("--audit", file, "--target", pair_folder / "target", base=(), code=2) == []
     one_line(capsys, *BAD.get(content, ["is not a file"]))
-    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_texts_of_one_seed_are_noticed(target):
