@@ -46,7 +46,6 @@ def test_the_gpu_of_an_apple_computer(monkeypatch, flags):
     "wrong, processes, words",
     [
         (["cuda:7"], processes.SINGLE, ["CUDA" if not torch.cuda.is_available() else "cuda:7"]),
-        (["gpu"], processes.SINGLE, ["gpu"]),
         (["auto"], processes.SINGLE, ["auto", "one device"]),
         (["cpu", "--draft", "lookup"], processes.SINGLE, ["lookup", "--draftDevice"]),
         (["cuda:0"], processes.Processes(1, 2), ["single process"]),

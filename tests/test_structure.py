@@ -12,20 +12,10 @@ from scripts.blocks import imports
 ROOT_FILES = {"downloadData", "downloadModel", "utils", "regrSampling", "specSampling", "PPL", "test"}
 # A module may import what stands before its own layer, and its own folder.
 LAYERS = (
-    {"utils"},
-    {"decoding"},
-    {"engine", "regrSampling", "specSampling"},
-    {"inputs"},
-    {"methods"},
-    {"PPL", "downloadModel", "downloadData"},
-    {"experiments"},
-    {"lossless"},
-    {"benchmark"},
-    {"report", "playback"},
-    {"test"},
-    {"scripts"},
+    *("utils", "decoding", "engine regrSampling specSampling", "inputs", "methods", "PPL downloadModel downloadData"),
+    *("experiments", "lossless", "benchmark", "report playback", "test", "scripts"),
 )
-LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+LAYER = {name: number for number, names in enumerate(LAYERS) for name in names.split()}
 FOLDERS = set(LAYER) - ROOT_FILES
 LONGEST = 60  # lines of a function
 TABLES = r"add_\w+"  # functions that are tables of flags
