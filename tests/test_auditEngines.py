@@ -1,6 +1,7 @@
 """The audit of engines: which cells are run, and what the page says of them."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -31,15 +32,10 @@ def test_a_cell_that_is_done_is_not_run_again_and_a_larger_one_goes_on(audit, mo
     cells = audit()
     assert len(cells) == 6 and not any(cell["failed"] for cell in cells.values())
     assert all(cell["tokens"] == 200 for cell in cells.values() if "variation" in cell)
-    honest, firsts = auditEngines.drawn_texts, []
-
-    def drawn(*options):
-        firsts.extend(options[5:])
-        return honest(*options)
-
-    monkeypatch.setattr(auditEngines, "drawn_texts", drawn)
-    assert audit() == cells and not firsts
-    assert audit("fixed", 280)["fixed", "T 1", 0]["tokens"] == 280 and firsts == [10]
+    monkeypatch.setattr(auditEngines, "drawn_texts", drawn := Mock(wraps=auditEngines.drawn_texts))
+    assert audit() == cells and not drawn.called
+    assert audit("fixed", 280)["fixed", "T 1", 0]["tokens"] == 280
+    assert [call.args[5] for call in drawn.call_args_list] == [10]  # texts that there were
     assert audit("fixed", 200, 1).keys() - cells.keys() == {("fixed", setting, 1) for setting in ("T 1", "greedy")}
 
 
@@ -60,10 +56,7 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     assert "**no**" in table["generate:plain"] and "the target's" in table["generate:plain"]
     assert "no difference found" in table["fixed"] and "≤ " in table["fixed"]
 
-    def fails(method, *options):
-        raise PeerError("no such cache")
-
-    monkeypatch.setattr(LibraryMethod, "text", fails)
+    monkeypatch.setattr(LibraryMethod, "text", Mock(side_effect=PeerError("no such cache")))
     assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
     assert not audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["seen_by"]
