@@ -55,7 +55,6 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     table = {row.split(" | ")[0][2:]: row for row in page.splitlines() if row.startswith("| ")}
     assert "**no**" in table["generate:plain"] and "the target's" in table["generate:plain"]
     assert "no difference found" in table["fixed"] and "≤ " in table["fixed"]
-
     monkeypatch.setattr(LibraryMethod, "text", Mock(side_effect=PeerError("no such cache")))
     assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
