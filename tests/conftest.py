@@ -138,12 +138,8 @@ def copy(tmp_path):
 def text_file(tmp_path_factory):
     """Four paragraphs of some 90 characters."""
     file = tmp_path_factory.mktemp("texts") / "short.txt"
-    file.write_text(
-        "\n\n".join(
-            f"{word} the lamp was lit and the tide was out, and nobody in the harbour had heard the bell."
-            for word in ("Before", "After", "While", "Though")
-        )
-    )
+    rest = "the lamp was lit and the tide was out, and nobody in the harbour had heard the bell."
+    file.write_text("\n\n".join(f"{word} {rest}" for word in ("Before", "After", "While", "Though")))
     return file
 
 
@@ -210,12 +206,10 @@ def hub(monkeypatch, tmp_path):
     """A hub on localhost, which the client libraries take for the hub."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with LocalHub() as local:
-        monkeypatch.setattr(constants, "ENDPOINT", local.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", local.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        places = {"HF_HUB_CACHE": str(tmp_path / "hub-cache"), "HF_TOKEN_PATH": str(tmp_path / "no-token")}
+        places["HUGGINGFACE_CO_URL_TEMPLATE"] = local.url + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in (places | {"ENDPOINT": local.url}).items():
+            monkeypatch.setattr(constants, name, value)
         yield local
 
 

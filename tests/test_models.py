@@ -193,11 +193,9 @@ def test_a_model_too_large_for_the_device_is_spread_over_all_there_are_and_not_c
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", in_two_places)
     spread = load_model("bundled-target", tokenizer, "bfloat16", "cpu", spread=["cuda:1", "cpu"])
     assert seen == [{1: 10**12, "cpu": 0}] and set(spread.model.hf_device_map.values()) == {"cpu", "disk"}
-    texts = [
-        specSampling([[5, 9, 2], [11, 30, 4, 8]], target, ModelDrafter(draft), 12, 3, GREEDY)[0]
-        for target in (whole, spread)
-    ]
-    assert texts[0] == texts[1]
+    prompts, drafter = [[5, 9, 2], [11, 30, 4, 8]], ModelDrafter(draft)
+    one, other = (specSampling(prompts, target, drafter, 12, 3, GREEDY)[0] for target in (whole, spread))
+    assert one == other
     assert compiled(spread) is spread and "spread over several devices" in capsys.readouterr().err
 
 
