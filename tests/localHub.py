@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -55,15 +54,14 @@ class LocalHub:
     cut_after: bytes of each large enough file that are sent before the connection breaks. After that it gets no more.
     cut: the files cut so far. replace: {path: bytes sent in place of the right content}. ranges: whether a part of a
     file can be requested. elsewhere: another `LocalHub`, to which large files are redirected, as the real hub does.
-    answer, file_answer: (status, content) that answers every API call, or every request for a file, in place of the
-    truth. busy: the statuses of the first answers, which ask to come again at once. slow: seconds before each answer.
+    answer: f(whether a file is requested) -> (status, content) in place of the truth, or None. A client that may come
+    again is told to do so at once.
     """
 
     def __init__(self):
         self.models, self.datasets, self.served, self.replace = {}, {}, {}, {}
-        self.requests, self.authorization, self.busy, self.cut = [], [], [], set()
-        self.cut_after = self.elsewhere = self.answer = self.file_answer = None
-        self.ranges, self.slow = True, 0.0
+        self.requests, self.authorization, self.cut = [], [], set()
+        self.cut_after, self.elsewhere, self.ranges, self.answer = None, None, True, lambda is_file: None
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Answer,), {"hub": self}))
         self.server.daemon_threads = True
         self.server.handle_error = lambda *_: None  # A client that hangs up is no error.
@@ -101,13 +99,10 @@ class Answer(BaseHTTPRequestHandler):
         hub, path = self.hub, unquote(urlsplit(self.path).path)
         hub.requests.append(f"{self.command} {self.path}")
         hub.authorization.append(self.headers.get("Authorization"))
-        time.sleep(hub.slow)
         asked = re.fullmatch(r"/(?:api/)?(models/|datasets/)?([^/]+/[^/]+)/(?:revision|resolve)/([^/]+)/?(.*)", path)
         kind, name, revision, file = asked.groups() if asked else [""] * 4
-        if hub.busy:
-            return self.reply(hub.busy.pop(0), {"error": "busy"}, **{"Retry-After": "0"})
-        if answer := hub.file_answer if file else hub.answer:
-            return self.reply(*answer)
+        if answer := hub.answer(bool(file)):
+            return self.reply(*answer, **{"Retry-After": "0"})
         if not asked:
             return self.refuse(404, "NotFound")
         repository = (hub.datasets if kind == "datasets/" else hub.models).get(name)

@@ -1,11 +1,13 @@
 """downloadModel.py against a hub on localhost: what is downloaded, resumed, repaired, replaced and refused. What is no
 hub id is in test_flags.py and test_security.py."""
 
+import itertools
 import json
 import os
 import resource
 import shutil
 import signal
+import time
 
 import pytest
 from conftest import refused
@@ -183,25 +185,25 @@ def test_what_a_hub_refuses_is_one_line(hub, pythia, capsys):
         ({"id": NAME, "sha": "0" * 40, "siblings": []}, "no safetensors"),
         ({"id": NAME, "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}, "no usable answer"),
     ):
-        hub.answer = 200, content
+        hub.answer = lambda is_file, content=content: (200, content)
         assert_error(capsys, word)
-    hub.answer, hub.models[NAME].gated = None, False
-    for asked in "answer", "file_answer":
-        for status in 404, 429, 500, 503:
-            setattr(hub, asked, (status, {"error": "no"}))
-            assert_error(capsys, f"answered {status}", NAME, *["try again later"] * (asked == "answer"))
-        setattr(hub, asked, None)
+    hub.models[NAME].gated = False
+    for failing, status in itertools.product((False, True), (404, 429, 500, 503)):
+        answers = {failing: (status, {"error": "no"})}
+        hub.answer = answers.get
+        assert_error(capsys, f"answered {status}", NAME, *["try again later"] * (not failing))
     assert not pythia.exists() and hub.moved == 0
 
 
 def test_a_busy_hub_that_says_for_how_long_is_asked_again(hub, pythia, capsys, caplog):
     """The library says how long it waits."""
-    hub.busy = [503, 500, 429]
+    statuses = [503, 500, 429]
+    hub.answer = lambda is_file: (statuses.pop(0), {}) if statuses else None
     assert download(NAME) == 0 and caplog.text.count("Waiting 1.0s before retry") == 3
-    hub.busy = [503] * 9
+    statuses += [503] * 9
     (pythia / "config.json").unlink()
     assert_error(capsys, "answered 503")
-    assert len(hub.busy) == 5  # three pauses
+    assert len(statuses) == 5  # three pauses
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_a_proxy_that_needs_another_package_says_which():
 
 def test_a_hub_that_does_not_answer_in_time_is_one_line(hub, capsys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
-    hub.slow = 0.5
+    hub.answer = lambda is_file: time.sleep(0.5)
     assert_error(capsys, "no connection to", "Timeout", "HF_ENDPOINT", "--offline")
 
 
