@@ -93,15 +93,12 @@ def traced(decode, *args, on_round=lambda round: None, **how):
 
 
 def test_a_trace_holds_what_the_record_counts():
+    """In a batch of row 0 alone, with its own guesses: it has fewer than the others, or none."""
     target, drafter, heard = tiny(), ModelDrafter(tiny(seed=1)), []
     for _ in range(2):  # A drafter used before does not lend its last guesses to the next prompt.
         trace, record = traced(specSampling, [[1, 2, 3]], target, drafter, 10, on_round=heard.append)
         assert [len(round.accepted) for round in trace.rounds] == record.accepted
         assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
-
-
-def test_only_row_0_of_a_batch_is_traced_with_its_own_guesses():
-    """It has fewer guesses than the others, or none."""
     traced(specSampling, [[1, 2, 3], [5, 6] * 9], tiny(), LookupDrafter(61), 12)
     trace = Trace()
     (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
