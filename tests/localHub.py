@@ -47,7 +47,7 @@ class Repository:
         return {"rfilename": path, "size": size, "blobId": "0" * 40 if large else digest, **large}
 
 
-class LocalHub:
+class LocalHub(ThreadingHTTPServer):
     """The server: `with LocalHub() as hub:` serves `hub.models` and `hub.datasets`, {id: Repository}, at `hub.url`.
 
     served: {path: bytes of the file sent so far}. requests, authorization: the requests, and their headers.
@@ -58,22 +58,22 @@ class LocalHub:
     again is told to do so at once.
     """
 
+    daemon_threads = True
+
     def __init__(self):
+        super().__init__(("127.0.0.1", 0), Answer)
         self.models, self.datasets, self.served, self.replace = {}, {}, {}, {}
         self.requests, self.authorization, self.cut = [], [], set()
         self.cut_after, self.elsewhere, self.ranges, self.answer = None, None, True, lambda is_file: None
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Answer,), {"hub": self}))
-        self.server.daemon_threads = True
-        self.server.handle_error = lambda *_: None  # A client that hangs up is no error.
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-        return self
+    def handle_error(self, *_):
+        """A client that hangs up is no error."""
 
-    def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+    def server_close(self):
+        self.shutdown()
+        super().server_close()
 
     @property
     def moved(self):
@@ -87,7 +87,7 @@ class LocalHub:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """The answer to one request. hub: the `LocalHub` that received it."""
+    """The answer of a `LocalHub` to one request."""
 
     protocol_version = "HTTP/1.1"
 
@@ -96,7 +96,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_GET(self):
         """Answer a request for a file, or for the description of a repository."""
-        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.requests.append(f"{self.command} {self.path}")
         hub.authorization.append(self.headers.get("Authorization"))
         asked = re.fullmatch(r"/(?:api/)?(models/|datasets/)?([^/]+/[^/]+)/(?:revision|resolve)/([^/]+)/?(.*)", path)
@@ -124,7 +124,7 @@ class Answer(BaseHTTPRequestHandler):
 
     def send_file(self, repository, path):
         """Answer a request for a file, or for its end."""
-        hub, content, start = self.hub, repository.read(path), 0
+        hub, content, start = self.server, repository.read(path), 0
         size, tag = len(content), f'"{repository.digest(path)}"'
         about = {"ETag": tag, "X-Linked-Etag": tag, "X-Linked-Size": str(size), "X-Repo-Commit": repository.commit}
         if hub.ranges and (asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))):
