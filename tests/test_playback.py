@@ -154,22 +154,18 @@ def story(tokenizer):
     return [Round(*(ids(tokenizer, text) for text in round)) for round in rounds]
 
 
-@pytest.fixture
-def environment(monkeypatch):
-    """`environment(NAME=value)`: that of a terminal with colours, but for what is given."""
-
-    def change(**given):
-        for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR", "COLORTERM"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in ({"TERM": "xterm-256color"} | given).items():
-            monkeypatch.setenv(name, value)
-
-    return change
+@pytest.fixture(autouse=True)
+def colours(monkeypatch):
+    """The environment of a terminal with colours."""
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR", "COLORTERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
 
 
-@pytest.mark.parametrize("terminal, given", [(False, {}), (True, {"NO_COLOR": "1"}), (True, {"TERM": "dumb"})])
-def test_marks_where_there_is_no_colour(tokenizer, story, environment, terminal, given):
-    environment(**given)
+@pytest.mark.parametrize("terminal, given", [(False, ()), (True, ("NO_COLOR", "1")), (True, ("TERM", "dumb"))])
+def test_marks_where_there_is_no_colour(tokenizer, story, monkeypatch, terminal, given):
+    if given:
+        monkeypatch.setenv(*given)
     out = streamed(tokenizer, story, file=Terminal(terminal))
     assert re.fullmatch(
         r"the prompt\|, \[guesses accepted\], ~guesses rejected~, the target's own tokens\n\n"
@@ -180,15 +176,13 @@ def test_marks_where_there_is_no_colour(tokenizer, story, environment, terminal,
     )
 
 
-def test_colour_on_a_terminal(tokenizer, story, environment):
-    environment()
+def test_colour_on_a_terminal(tokenizer, story):
     out = streamed(tokenizer, story, file=Terminal())
     assert "\x1b[9;31m not\\n\x1b[0m" in out and "\x1b[32m was [b]\x1b[0m\n" in out and "\x1b[1;94ma\x1b[0m" in out
 
 
 @pytest.mark.parametrize("colour", [False, True])
-def test_no_control_character_reaches_the_screen(tokenizer, environment, colour):
-    environment()
+def test_no_control_character_reaches_the_screen(tokenizer, colour):
     evil = "\x1b]0;title\x07\r\x08\x9b2J\u202e\t[bold red]:smile:[/]"
     rounds = rounds_of(tokenizer, evil)
     rounds.append(Round([], ids(tokenizer, evil), ids(tokenizer, ".")))
