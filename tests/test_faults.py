@@ -159,18 +159,15 @@ def test_a_model_that_does_not_fit_into_memory_is_one_line(step, run, tmp_path, 
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        Mock(side_effect=MemoryError()),
-        Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot")),
-        Mock(side_effect=RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be")),
-        Mock(side_effect=RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)")),
-    ],
-)
-def test_whatever_says_that_memory_is_full_is_one_line(capsys, work):
-    assert as_command("test.py", work, "") == 2
-    one_line(capsys, "out of memory")
+def test_whatever_says_that_memory_is_full_is_one_line(capsys):
+    for error in (
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\na lot"),
+        RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
+    ):
+        assert as_command("test.py", Mock(side_effect=error), "") == 2
+        one_line(capsys, "out of memory")
 
 
 @pytest.mark.parametrize("rule, sampling", zip([*RULES, *RULES], [GREEDY, Sampling(), Sampling(1.0, 5, 1.0)]))
