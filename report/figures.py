@@ -53,10 +53,11 @@ def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]
 
 
 def write_figure(figure: Figure, path: Path, about: str, texts: Mapping[str, str] | None = None) -> None:
-    """Write a figure as a PNG file, in a folder that is created if it is missing. about: a line under it. texts: fields
-    of the file."""
+    """Write a figure as a PNG file, in a folder that is created if it is missing. about: what stands under it. texts:
+    fields of the file."""
     path.parent.mkdir(exist_ok=True)
-    figure.supxlabel(visible(about), x=0.01, ha="left", fontsize=7, color=GREY, parse_math=False)
+    about = fill(visible(about), int(18 * figure.get_figwidth()))
+    figure.supxlabel(about, x=0.01, ha="left", fontsize=7, color=GREY, parse_math=False)
     figure.savefig(path, metadata=texts, pil_kwargs={"optimize": True})
     plt.close(figure)
 
@@ -87,7 +88,8 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
         text = f"{median(row['throughput'])} ({median(row['speedup'])} of plain)"
         axes.text(np.nanmax([middle, high]) + 0.01 * longest, y, text, va="center", fontsize=8)
     names = [name_of(row["method"]) for row in rows]
-    axes.set(yticks=range(len(rows)), yticklabels=names, xlim=(0, 1.22 * longest), xlabel="tokens per second")
+    axes.set(yticks=range(len(rows)), yticklabels=names, xlabel="tokens per second")
+    axes.set(xlim=(0, 1.22 * longest), ylim=(-0.6, len(rows) - 0.4))
     others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
     others += ", hatched where a test tells the text from the target's" if engines else ""
     axes.set_title(f"medians, {bars_of(row['throughput'] for row in rows)}{others}")
@@ -207,7 +209,7 @@ def draw_lossless(lines: Sequence[Line]) -> Figure:
     sampled, planted = of_kind(lines, LosslessLine), of_kind(lines, schema.PowerLine)
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
-    mistakes = {f"{line['mistake']}, {line.get('method', '')}".strip(", "): line["counts_shown"] for line in planted}
+    mistakes = {f"{line['mistake']}, {name_of(line['method'])}": line["counts_shown"] for line in planted}
     heights = [max(len(methods), 1), max(len(mistakes), 1)]
     size = 10, 1.9 + 0.21 * sum(heights)
     figure, panels = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)

@@ -292,7 +292,7 @@ def engine_table(lines: Sequence[EngineLine]) -> Table:
     texts = max((line["drawn"]["texts"] for line in lines if line["drawn"]), default=0)
     notes = ENGINE_NOTES.format(texts=texts or "their")
     heads = ["", "version", "precision", "greedy", "sampled"]
-    table = Table("Other programs", heads, left=(1, 2, 4), folded=(4,), notes=notes)
+    table = Table("Other programs", heads, left=(1, 2, 4), folded=(1, 4), notes=notes)
     for line in lines:
         beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
         table.add(line["method"], line["version"] or "", line["precision"], beyond, said_of(line))
