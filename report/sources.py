@@ -9,8 +9,8 @@ from inputs.commandLine import counted
 from report.tables import Table, give_or_take, name_of, plain
 
 # The course report: Pythia-2.8b with Pythia-70m, 200 new tokens after one prompt. {(role, figure): as printed in its
-# two groups of runs of one configuration (TTFT: in seconds)}: the best of several runs, "not representative" in the
-# report's words, and a typical one. The speed-ups are the ratios of its tokens/s.
+# two groups of runs of one configuration, but TTFT, which it prints in seconds}: the best of several runs, "not
+# representative" in the report's words, and a typical one. The speed-ups are the ratios of its tokens/s.
 REPORT_SPEED = {
     ("draft", "TTFT, ms"): ("445.8", "462.9"),
     ("draft", "total/n, ms"): ("8.9753", "8.7781"),
