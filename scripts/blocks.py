@@ -13,6 +13,7 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import cast
 
+from decoding.lengthRules import MENU
 from experiments.flags import parser
 from experiments.intervals import speedup
 from experiments.schema import CostsLine, Run, SpeedLine, TextPerplexityLine, of_kind
@@ -26,7 +27,7 @@ from report.results import Results, pieces_of_run
 from report.runTables import swept_texts
 from report.sources import BEST_SPEED_UP, SPEED_UP, text_table
 from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
-from scripts.auditEngines import FIRST, bound, engines_table, excluded, mistakes_table
+from scripts.auditEngines import FIRST, bound, engines_table, excluded, lookup_hits, mistakes_table, power
 from scripts.costFrontier import OWN as COSTED
 from scripts.costFrontier import cost_tables
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
@@ -43,13 +44,13 @@ BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes
     "head": ("KV cache, compiled", COMPILED),
 }  # fmt: skip
 OWN = r"(?!.*:|.*no cache).*"  # this project's rows, with a KV cache
-FASTEST = r"(?!(llama.cpp|vllm|generate):lookup|llama.cpp:copy).*"  # No way of guessing that is slower than none.
 EAGER = (  # methods whose speed-up is quoted of the table of all methods
     "fixed", "block", "lookup", "lookupFirst", "self", "head", "cascade", "additive", "draftConfidence",
     "targetConfidence", "costAware", "tree", "contrastive", "speculativeContrastive",
 )  # fmt: skip
+FASTEST = r"(?!(llama.cpp|vllm|generate):lookup|llama.cpp:copy).*"  # No way of guessing that is slower than none.
 ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
-DISTANCE = "visible distance"
+DISTANCE = "audit, bundled pair"
 WIDTH = 119  # characters of a line of the layout
 OTHERS = {  # folders without code, and their descriptions in the layout
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
@@ -314,6 +315,8 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
     "engines": engines_table,
     "engines-mistakes": mistakes_table,
+    "audit-power": power,
+    "audit-lookup": lookup_hits,
     "audit-vllm": partial(excluded, "vllm:lookup"),
     "audit-openvino": partial(excluded, "openvino:draft"),
     "layout": layout,
@@ -354,6 +357,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "real-best": partial(printed, REAL, "Speed:", columns=f"{OF_PLAIN} | {DISTANCE}", rows=FASTEST, by="tokens/s"),
     "pythia-best": partial(printed, SHAPES, "Speed:", columns=OF_PLAIN, by="tokens/s"),
     "pythia-theory": partial(printed, SHAPES, "A round"),
+    "cost-tree": lambda records: f"{MENU[-1].size} nodes in {len(MENU[-1].levels) - 1} levels",
     **{f"cost-{target}": partial(cost_tables, target) for target in COSTED},
     **{f"{name}-tables": partial(printed, name, "") for name in BENCHMARKS},
     "reproduction-report": beside_the_report,

@@ -91,7 +91,12 @@ class Records:
 
     def is_stale(self, name: str) -> bool:
         """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
-        should be."""
+        should be; whether any part of a record of one file is of other code. A training's record describes weights that
+        are published: it stays with them."""
+        if name in self.files:
+            record = self.files[name]
+            codes = {part.get("code") for part in record.get("cells") or record.get("rows") or [record]}
+            return "variants" not in record and codes != {code_version()}
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
         (run, lines), (flags, processes) = self.runs[name], MEASURED[name]

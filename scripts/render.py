@@ -26,7 +26,7 @@ from report.runTables import measured_on
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
 from scripts.costFrontier import draw_cost
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import MEASURED, Records
+from scripts.keepRecord import MEASURED, Records, command_of
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -115,8 +115,9 @@ def render(root: Path, check: bool) -> int:
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
-        for name in filter(records.is_stale, MEASURED):
-            faults.append(f"record {name} is of other code, other flags or too few processes: make records")
+        for name in filter(records.is_stale, [*MEASURED, *records.files]):
+            remedy = "make records" if name in MEASURED else command_of(records.files[name])
+            faults.append(f"record {name} is of other code, other flags or too few processes: {remedy}")
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
     for path, text in changed.items():

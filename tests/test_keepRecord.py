@@ -41,7 +41,11 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     copy, keep, monkeypatch, capsys
 ):
     records, keep.stopped = render.Records(copy), 2
-    assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("rounds")
+    assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("head-bundled-target")
+    now = {"code": keepRecord.code_version()}
+    for other, stale in (now, False), ({"code": "sha256:0"}, True):
+        records.files |= {"rounds": other, "engines": {"cells": [now, other]}}
+        assert records.is_stale("rounds") == records.is_stale("engines") == stale
     assert render.main(["--check"], copy) == 1
     assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
