@@ -3,10 +3,10 @@ bytes, prefill, the growth with the context, and the parts of a round."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import takewhile
 from typing import Any, cast
 
 import torch
@@ -43,22 +43,21 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     drafter = guesser(dict(models), settings.decoding)
     roles = dict(zip(("target", "draft"), (target, *cast(list[CachedModel], drafter.models[:1]))))
     conditions = inputs.conditions_of("steps", len(prompt), sampling)
-    time_all = partial(times, seed=settings.measuring.seed, device=inputs.device)
-    for line in (
-        *forward_lines(roles, time_all),
-        *token_lines(target, sampling, time_all),
-        *round_lines(target, drafter, prompt, gamma, sampling, time_all),
-    ):
+    time_all = partial(times, device=inputs.device)
+    parts = [forward_lines(roles, time_all), token_lines(target, sampling, time_all)]
+    if not drafter.varies:  # A round with lookup has as many guesses as it finds.
+        parts.append(round_lines(target, drafter, prompt, gamma, sampling, time_all))
+    for line in itertools.chain.from_iterable(parts):  # Each is written before the next is measured.
         append(cast(StepLine, {"kind": "costs", "of": "step", **conditions, **line}))
 
 
-def times(steps: Mapping[Any, Step], seed: int, device: torch.device | str) -> dict[Any, list[float]]:
+def times(steps: Mapping[Any, Step], device: torch.device | str) -> dict[Any, list[float]]:
     """The seconds of steps that are timed interleaved, for BUDGET seconds."""
     for step in steps.values():
         step()  # It may compile something.
     end = time.perf_counter() + BUDGET
-    turns = takewhile(lambda turn: turn < TURNS[0] or time.perf_counter() < end, range(TURNS[1]))
-    return time_steps(steps, turns, seed, device)
+    turns = itertools.takewhile(lambda turn: turn < TURNS[0] or time.perf_counter() < end, range(TURNS[1]))
+    return time_steps(steps, turns, device)
 
 
 def fill(model: CachedModel, length: int, capacity: int) -> None:
@@ -164,9 +163,11 @@ def round_lines(
     verified. "round": a whole round in which all guesses are accepted. "sampling": its filters, draws and verification
     alone.
     """
-    start, room = len(prompt), 1 + 3 * (gamma + 1)  # the first token and those of three such rounds
-    parts: dict[str, Step] = {}
-    for part, model in zip(("plain step", "draft step"), (target, *cast(list[CachedModel], drafter.models[:1]))):
+    room = 1 + 3 * (gamma + 1)  # the first token and those of three such rounds
+    models = {"plain step": target, "draft step": cast(CachedModel, drafter.models[0])}
+    prompt = prompt[: min(model.context for model in models.values()) - room]
+    start, parts = len(prompt), dict[str, Step]()
+    for part, model in models.items():
         fill(model, start, start + room)
         parts[part] = one_token(model, start, sampling)
     generator = Generator(target.device).manual_seed(0)

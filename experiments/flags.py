@@ -1,7 +1,7 @@
 """The flags of `test.py`: a field each, with its help below it. settings.py interprets them.
 
-A new flag takes two places: its field here (of how to guess: in `Decoding`), and where it is used. The parser, --help,
-the record of a run and --rerun are derived from the field.
+A new flag takes two places: its field (here, or in `Decoding` for how to guess), and the code that uses it. The parser,
+--help, the record of a run and --rerun are derived from the field.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Measuring:
     together and gamma from 0 to 8, as a map."""
     steps: bool = switch()
     """Measure what the steps of decoding cost: forwards of 1 to 32 tokens beside the time to read as many bytes,
-    prefill, the growth with the context, and the parts of a round of --gamma guesses."""
+    prefill, the growth with the context, and the parts of a round of --gamma guesses. With lookup, which guesses only
+    where it finds a match, no round is timed."""
     ppl: int | None = flag(whole(0, 1), None, **ON_OFF)
     """Measure the perplexity of the draft, the target and the speculative sampler: of each text, and of the whole
     corpus. --ppl 0 switches it off."""
@@ -193,7 +194,8 @@ class SamplingChoice:
     """Sampling."""
 
     max_len: int | None = flag(whole(1), first=True)
-    """The most new tokens of a text. Default: 200; for --speedNew 1000, for --diversity 45."""
+    """The most new tokens of a text. A timed text has as many: no end token ends it. Default: 200; for --speedNew 1000,
+    for --diversity 45."""
     temperatures: tuple[float, ...] = flag(number(0, 1000), (), "T", name="temperature", nargs="+", first=True)
     """The temperature of the target, and of the draft unless --draftTemperature is given. 0 is greedy decoding. --sweep
     takes several. Default: 0.85; for --diversity 1."""

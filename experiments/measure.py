@@ -13,7 +13,6 @@ from torch import Generator
 from transformers import PreTrainedTokenizerBase
 
 import PPL
-from decoding.rows import EndOfText
 from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from experiments import sweep
@@ -47,7 +46,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             drafter = guesser(dict(models), decoding)
             if measuring.sweep == "batch":
                 cells = sweep.samplers(target, drafter, verify, batches=True)
-                methods = {name: as_timed(sampler, max_len, sampling, None) for name, sampler in cells.items()}
+                methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in cells.items()}
                 sweep.measure_batches(inputs, prompts, methods, target, drafter, sampling, conditions, append)
                 continue
             # The costs from which theory predicts speed.
@@ -59,12 +58,11 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             guessing = [name for name in names if METHODS[name].lossless and METHODS[name].guesses]
             untimed = build(guessing, dict(models), decoding).items()
             for name, sampler in followed(untimed, "overlap of p and q", len(untimed)):
-                figures = overlaps_of(sampler, prompts, inputs.device, sampling, max_len, inputs.ends, seed, spread)
+                figures = overlaps_of(sampler, prompts, inputs.device, sampling, max_len, seed, spread)
                 append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
         programs = [name for name in names if METHODS[name].engine]
         with other_methods(inputs, models, programs, prompts, sampling, max_len, append) as others:
-            ends = None if others else inputs.ends  # Other programs write texts of full length: then all methods do.
-            methods = {name: as_timed(sampler, max_len, sampling, ends) for name, sampler in samplers.items()}
+            methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in samplers.items()}
             time_group(inputs, methods | dict(others), prompts, conditions, append)
 
 
@@ -87,19 +85,22 @@ def time_group(
                     if inputs.questions:
                         question, _ = inputs.turns[text["prompt"]]
                         text["category"], text["question"] = question.category, inputs.questions.index(question)
+                    if processes.count > 1:
+                        text["rank"] = text["prompt"] % processes.count  # `Processes.share`
                     known = repeatable(text["method"], inputs.settings.decoding)
                     append({"kind": "speed", "repeatable": known, **conditions, **text})
             if queue and queue["seconds"] == queue["seconds"]:
                 append({"kind": "queue", **conditions, **queue})
 
 
-def as_timed(sampler: Sampler, max_len: int, sampling: Sampling, end_of_text: EndOfText) -> Timed:
-    """A sampler as `speed.time_texts` calls it."""
+def as_timed(sampler: Sampler, max_len: int, sampling: Sampling) -> Timed:
+    """A sampler as `speed.time_texts` calls it. No token ends a text: all have `max_len`, so that methods are compared
+    on texts of one length."""
 
     def method(
         prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
     ) -> Written:
-        ends = end_of_text if first is None else ends_after(first, batch)
+        ends = None if first is None else ends_after(first, batch)
         options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
         return sampler(prompts, end_of_text=ends, generator=list(generators), **options)
 

@@ -33,9 +33,10 @@ import transformers
 from engine.cachedModel import CachedModel
 from engine.compiling import is_compiled
 from experiments.flags import parser
+from experiments.intervals import too_fast
 from experiments.loading import Inputs, LoadedModels
 from experiments.processes import Processes
-from experiments.schema import Line, ModelRecord, Run, RunLine, name_of_kind
+from experiments.schema import Line, ModelRecord, Run, RunLine, SpeedLine, name_of_kind, of_kind
 from experiments.speed import STALLED, digest
 from inputs import files
 from inputs.commandLine import counted
@@ -140,7 +141,10 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
         yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
     if stalled := sum(line.get("stalled", 0) > 0 for line in lines):
-        yield f"Texts with a round of over {STALLED} times the row's median, timed again: {stalled}."
+        texts = counted(stalled, "text")
+        yield f"{texts} had a round longer than {STALLED} times the median of the row: timed again."
+    for sentence in too_fast(of_kind(cast(Any, lines), SpeedLine)):
+        yield f"{sentence}; was the machine busy? Measure again."
 
 
 @functools.cache

@@ -53,6 +53,7 @@ class TimedText(TypedDict):
     method: str
     batch: NotRequired[int]  # texts decoded at a time, if more than one; times count from when the text gets its row
     process: NotRequired[int]  # its number, if a record has several
+    rank: NotRequired[int]  # the number of the process that timed it, if accelerate launch started several
     stalled: NotRequired[int]  # how often it was timed again
     prompt: int  # its number
     category: NotRequired[str]  # of a prompt of --prompts
@@ -118,6 +119,7 @@ class CostsLine(Conditions):
     of: Literal["sweep"]
     alpha: float | None  # the mean overlap of p and q where a guess was tested
     scoring: list[float]  # the cost of scoring 1, 2, ... tokens, in units of the cost of one
+    drafting: NotRequired[float]  # of a guess; 0 without a draft model; in older records it is missing
     overlap_by_position: Positions
 
 

@@ -127,12 +127,13 @@ def parse(argv: Sequence[str], again: bool = False) -> Settings:
 def choose_defaults(args: argparse.Namespace) -> None:
     """Set the modes and models that were not named. Raises UserError for modes that exclude each other."""
     if not any(getattr(args, mode) for mode in ALL_MODES):  # The default is both, but for one that is switched off.
-        args.speed, args.ppl = int(args.speed is None), int(args.ppl is None)
-        if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab or args.prompts:
-            args.ppl = 0
+        off = "--ppl 0" * (args.ppl == 0) or "--prompts is for speed alone" * bool(args.prompts)
+        if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab:
+            off = off or "this draft has no perplexity"
+        args.speed, args.ppl = int(args.speed is None), int(not off)
+        if not (args.speed or args.ppl):
+            raise UserError(f"nothing is left to measure: --speed 0, and {off}")
     modes = [mode for mode in ALL_MODES if getattr(args, mode)]
-    if not modes:
-        raise UserError("--speed 0 and --ppl 0 leave nothing to measure; leave out one of them")
     for single in "lossless", "audit":
         if single in modes and len(modes) > 1:
             raise UserError(f"--{single} cannot be combined with other modes")
@@ -181,9 +182,11 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield several, "a conversation is played, not measured: add --show or --html, or give one --question"
     batches = sweep == "batch" and list(measuring.groups) != ["sweep"]
     yield batches, "--sweep batch cannot be combined with other modes"
+    several = sweep == "batch" and max(map(len, (settings.sampling.temperatures, settings.texts.prompt_lengths))) > 1
+    yield several, "--sweep batch takes one --temperature and one --promptLen"
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
-    for mode in "speed", "ppl", "compare", "sweep", "diversity":
+    for mode in "speed", "ppl", "compare", "sweep", "steps", "diversity":
         yield played and flags[mode], f"--show, --html and --chat measure nothing; leave out --{mode}"
     chats = settings.output.chat and [mode for mode in ("show", "html", *PLAYED) if flags[mode]]
     yield chats, f"--chat cannot be combined with --{(chats or [''])[0]}"

@@ -42,15 +42,15 @@ AGAIN = 2  # times at most
 def in_turns(
     methods: Mapping[Key, Callable[[Turn, bool], Result]],
     turns: Iterable[Turn],
-    seed: int,
     device: torch.device | str,
     rounds_of: Callable[[Result], Sequence[float]],
 ) -> Iterator[tuple[Key, Turn, Result, int]]:
     """Time every method in every turn: (method, turn, result, how often it was timed again).
 
     methods: {key: f(turn, warming) -> measurement}. rounds_of: the seconds of its rounds.
-    The first turn has the order of `methods`, which is that of the tables; each other one an order drawn anew. In one
-    fixed order, a machine that slows down in the course of each turn would slow the last method most.
+    The first turn has the order of `methods`, which is that of the tables; each other one an order drawn anew, in each
+    process another. In one fixed order, a machine that slows down in the course of each turn would slow the last method
+    most.
     Right before each call that counts, the method is called with `warming`. Otherwise it pays for what ran before:
     after another engine's process, this one's threads sleep and the processor's caches hold other weights, and the row
     that came next had twice the TTFT of the others.
@@ -63,7 +63,7 @@ def in_turns(
         for number, turn in enumerate(turns):
             order = list(methods)
             if number:
-                random.Random(f"{seed} {turn}").shuffle(order)
+                random.shuffle(order)
             for key in order:
                 for stalled in itertools.count():
                     result = time_call(partial(methods[key], turn), device)
@@ -131,7 +131,7 @@ def time_texts(
         return [] if batch else [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
 
     calls = {name: partial(call, method) for name, method in methods.items()}
-    for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, seed, device, rounds_of):
+    for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, device, rounds_of):
         timed = []
         for number, tokens, record in zip(itertools.count(0 if batch else index), texts, records):
             text = timed_text(name, number, repeat, prompts[number], tokens, record)
@@ -144,7 +144,7 @@ def time_texts(
 
 
 def time_steps(
-    steps: Mapping[Key, Step], turns: Iterable[Hashable], seed: int, device: torch.device | str
+    steps: Mapping[Key, Step], turns: Iterable[Hashable], device: torch.device | str
 ) -> dict[Key, list[float]]:
     """{key: [seconds, ...]} of steps that are timed interleaved: one figure a turn. A step that returns a float has
     timed itself.
@@ -168,7 +168,7 @@ def time_steps(
         latest[key] = time.perf_counter() - start
         return [result if isinstance(result, float) else latest[key]]
 
-    for key, _, took, _ in in_turns({key: partial(call, key) for key in steps}, turns, seed, device, list):
+    for key, _, took, _ in in_turns({key: partial(call, key) for key in steps}, turns, device, list):
         seconds[key] += took
     return seconds
 

@@ -8,7 +8,7 @@ included. Beside it stands the costAware rule, which chooses gamma itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ from utils import Sampling, seen_after
 BATCH_GAMMAS = 1, 2, 3, 4, 6, 8
 ALPHA_GAMMA = 4
 TEXTS, FEWEST = 2, 4  # of a queue: TEXTS for each row of its batch, FEWEST at least
-REPEATS, BATCH_REPEATS = 13, 9  # of each step whose cost is measured
+REPEATS = 13  # of each step whose cost is measured
 
 
 def samplers(target: Model, drafter: Drafter, verify: VerificationRule, batches: bool = False) -> dict[str, Sampler]:
@@ -65,52 +65,53 @@ def sweep_costs(
     acceptance, not with the outcome of one draw. The overlaps by position need rounds as long as the longest of GAMMAS.
     Such rounds visit other contexts, where the mean overlap is another, so alpha comes from texts of its own.
     """
-    longest, device, spread = max(GAMMAS), inputs.device, inputs.processes.mapped
-    options = prompts, device, sampling, max_len, None, inputs.settings.measuring.seed, spread
-    (scoring,) = spread(lambda prompt: step_costs(prompt, target, sampling, device, longest, REPEATS), prompts[:1])
-    if inputs.settings.decoding.acceptance is not None:  # Guesses are accepted whatever p and q are.
-        return {"alpha": None, "scoring": scoring, "overlap_by_position": []}
+    longest, spread, chance = max(GAMMAS), inputs.processes.mapped, inputs.settings.decoding.acceptance
+    options = prompts, inputs.device, sampling, max_len, inputs.settings.measuring.seed, spread
+    (costs,) = spread(lambda prompt: step_costs(prompt, target, drafter, sampling, longest), prompts[:1])
     guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
-    for_alpha, by_position = (overlaps_of(partial(guessing, gamma=Fixed(n)), *options) for n in (ALPHA_GAMMA, longest))
-    alpha = expectations(for_alpha["overlap_by_position"])["overlap"]
-    return {"alpha": alpha, "scoring": scoring, "overlap_by_position": by_position["overlap_by_position"]}
+    positions = overlaps_of(partial(guessing, gamma=Fixed(longest)), *options)["overlap_by_position"]
+    if chance is not None:  # A guess is accepted with this probability, whatever p and q are.
+        positions = [[reached, tested, chance * tested] for reached, tested, _ in positions]
+        return {"alpha": None, "overlap_by_position": positions, **costs}
+    for_alpha = overlaps_of(partial(guessing, gamma=Fixed(ALPHA_GAMMA)), *options)["overlap_by_position"]
+    return {"alpha": expectations(for_alpha)["overlap"], "overlap_by_position": positions, **costs}
 
 
 def step_costs(
-    prompt: list[int],
-    target: CachedModel,
-    sampling: Sampling,
-    device: str,
-    gamma: int,
-    repeats: int,
-    rows: int = 1,
-    drafts: Sequence[Any] = (),
-) -> list[float]:
-    """[v_1, v_2, ..., v_(gamma + 1)]: the cost of one forward of the target over m tokens in each of `rows` rows,
-    including their distributions, in units of the cost for one token in each row. After these, the cost of one forward
-    of each of `drafts` over one token in each row.
+    prompt: list[int], target: CachedModel, drafter: Drafter, sampling: Sampling, gamma: int, rows: int = 1
+) -> dict[str, Any]:
+    """{"scoring": [v_1, v_2, ..., v_(gamma + 1)], "drafting": c}.
+
+    v_m: the cost of one forward of the target over m tokens in each of `rows` rows, including their distributions, in
+    units of the cost for one token in each row. c: that of the draft's over one token; 0 without a draft model.
 
     Medians of paired ratios; the widths are timed interleaved. The paper assumes that all v are 1.
     """
-    steps = [(target, width) for width in range(1, gamma + 2)] + [(model, 1) for model in drafts]
-    start, tokens = len(prompt), torch.tensor([(prompt * (gamma + 1))[: gamma + 1]] * rows, device=device)
+    steps = [(target, width) for width in range(1, gamma + 2)]
+    steps += [(cast(CachedModel, model), 1) for model in drafter.models[:1]]
+    # The positions after the prompt must be within every context.
+    prompt = prompt[: min(model.context for model, _ in steps) - gamma - 1]
+    start, tokens = len(prompt), torch.tensor([(prompt * (gamma + 1))[: gamma + 1]] * rows)
     for model in dict.fromkeys(model.cache_of or model for model, _ in steps):
         model.reserve(rows, start + gamma + 1)
-        model.forward(torch.tensor([prompt] * rows, device=device), torch.arange(start, device=device).repeat(rows, 1))
+        at = torch.arange(start, device=model.device).repeat(rows, 1)
+        model.forward(torch.tensor([prompt] * rows, device=model.device), at)
 
     def scored(model: CachedModel, width: int) -> Callable[[], None]:
         """A forward, its distributions, and a host sync, as each round has one."""
-        seen = torch.zeros(rows, model.vocabulary, dtype=torch.bool, device=device)
-        block, at = tokens[:, :width].contiguous(), torch.arange(start, start + width, device=device).repeat(rows, 1)
+        seen = torch.zeros(rows, model.vocabulary, dtype=torch.bool, device=model.device)
+        block = tokens[:, :width].to(model.device).contiguous()
+        at = torch.arange(start, start + width, device=model.device).repeat(rows, 1)
 
         def step() -> None:
             model.probabilities(model.forward(block, at), sampling, seen_after(seen.clone(), block))[0, -1, 0].item()
 
         return step
 
-    timed = time_steps({number: scored(*step) for number, step in enumerate(steps)}, range(repeats), 0, device)
+    timed = time_steps({number: scored(*step) for number, step in enumerate(steps)}, range(REPEATS), target.device)
     seconds = np.array(list(timed.values()))
-    return np.median(seconds / seconds[0], axis=1).tolist()
+    costs = np.median(seconds / seconds[0], axis=1).tolist()
+    return {"scoring": costs[: gamma + 1], "drafting": costs[gamma + 1] if drafter.models else 0.0}
 
 
 def measure_batches(
@@ -125,14 +126,12 @@ def measure_batches(
 ) -> None:
     """Measure the whole map, batch by batch. methods: those of `samplers`, whose texts have no end but `maxLen`. The
     prompts are used cyclically, each text with a seed of its own."""
-    gamma, drafts, device = max(BATCH_GAMMAS), drafter.models[:1], inputs.device
     seed, repeats = inputs.settings.measuring.seed, inputs.settings.measuring.repeats_of("sweep")
     with Bar("batches", len(BATCHES) * len(methods) * repeats) as bar:
         for batch in BATCHES:
-            costs = step_costs(prompts[0], target, sampling, device, gamma, BATCH_REPEATS, batch, drafts)
-            line = {"batch": batch, "scoring": costs[: gamma + 1], "drafting": costs[-1] if drafts else 0.0}
-            append(cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, **line}))
+            costs = step_costs(prompts[0], target, drafter, sampling, max(BATCH_GAMMAS), batch)
+            append(cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, "batch": batch, **costs}))
             texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
-            for _, queue in time_texts(methods, texts, repeats, seed, device, batch, warm_up=1):
+            for _, queue in time_texts(methods, texts, repeats, seed, inputs.device, batch, warm_up=1):
                 append(cast(QueueLine, {"kind": "queue", **conditions, **(queue or {})}))
                 bar.update()

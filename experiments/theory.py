@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from decoding.drafter import Guesses
-from decoding.rows import EndOfText, Rows
+from decoding.rows import Rows
 from decoding.treeRules import after_child
 from experiments.intervals import interval, speedup, summarize, tested_and_passed
 from experiments.schema import BatchCostsLine, CostsLine, Line, Positions, QueueLine, TimedText, of_kind
@@ -57,12 +57,11 @@ def overlaps_of(
     device: str | torch.device,
     sampling: Sampling,
     max_len: int,
-    end_of_text: EndOfText,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
 ) -> dict[str, Any]:
-    """The overlaps at each depth of a round, over one text after each of `prompts`, and the rounds and accepted guesses
-    of these texts: the fields of an `OverlapLine`.
+    """The overlaps at each depth of a round, over one text of `max_len` tokens after each of `prompts`, and the rounds
+    and accepted guesses of these texts: the fields of an `OverlapLine`.
 
     sampler: one that is not timed: what it learns from these texts must not affect the times. device: the target's.
     spread: applies a function to each item, as the builtin `map`.
@@ -70,8 +69,8 @@ def overlaps_of(
 
     def rounds_of(number: int) -> list[RoundChances]:
         generator = Generator(device).manual_seed(seed + number)
-        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "end_of_text": end_of_text}
-        return rounds_along(sampler, [prompts[number]], generator=[generator], **options)[0]
+        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "generator": [generator]}
+        return rounds_along(sampler, [prompts[number]], **options)[0]
 
     rounds = [one for text in spread(rounds_of, range(len(prompts))) for one in text]
     accepted = sum(accepted for *_, accepted in rounds)
@@ -153,26 +152,33 @@ def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
     "rows": for each gamma the measured figures of `intervals.summarize`, with "expected", the tokens a round that
-    follow from the overlaps of p and q at each position of a round; "theory", these over the measured costs of
-    drafting and scoring; and "paper", theorem 3.8, which takes each guess to be accepted with the same probability
-    alpha, independently of the others, and scoring to cost what one token costs. Without overlaps (`--acceptance`, an
-    older record) tokens are expected of alpha. "alpha", "c": the inputs of theory; alpha is that of the run, by
-    counting. "plain": the target alone. "best": the gamma that is best by the paper's theorem.
+    follow from the overlaps of p and q at each position of a round, where a round without a guess there accepts none;
+    "theory", these over the measured costs of drafting and scoring as many tokens as the rounds had; and "paper",
+    theorem 3.8, which takes each round to have gamma guesses, each of them to be accepted with the same probability
+    alpha, independently of the others, and scoring to cost what one token costs. "alpha", "c": the inputs of theory;
+    alpha is that of the run, by counting. "plain": the target alone. "best": the gamma that is best by the paper's
+    theorem.
     """
     by_method = {row["method"]: row for row in summarize(texts)}
-    # Without a draft model (lookup) a guess costs nothing.
-    c = speedup(texts, "draft", "target", "tpot").middle if "draft" in by_method else 0.0
+    c = costs["drafting"] if "drafting" in costs else speedup(texts, "draft", "target", "tpot").middle
     tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
-    rates = [position[2] / position[1] for position in costs["overlap_by_position"]]
+    rates = [overlap / reached for reached, _, overlap in costs["overlap_by_position"]]
     rows = []
     for gamma in GAMMAS:
-        if f"gamma {gamma}" in by_method:  # Some are missing in a run that was stopped.
-            expected = expected_chain(rates[:gamma] if len(rates) >= gamma else [alpha] * gamma)
-            theory = {"theory": expected / (gamma * c + costs["scoring"][gamma]), "paper": improvement(alpha, gamma, c)}
-            rows.append(by_method[f"gamma {gamma}"] | {"gamma": gamma, "expected": expected, **theory})
+        if row := by_method.get(f"gamma {gamma}"):  # Some are missing in a run that was stopped.
+            expected = expected_chain(rates[:gamma])  # Where no round had a guess, a round has no more tokens.
+            theory = expected / cost_of_round(row["drafted"] / row["rounds"], c, costs["scoring"])
+            paper = improvement(alpha, gamma, c)
+            rows.append(row | {"gamma": gamma, "expected": expected, "theory": theory, "paper": paper})
     best = max(range(33), key=lambda gamma: improvement(alpha, gamma, c))
     return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": best}
+
+
+def cost_of_round(drafted: float, drafting: float, scoring: Sequence[float]) -> float:
+    """The cost of a round, in units of a plain step. drafted: its guesses, a mean. drafting: the cost of one. scoring:
+    the costs of scoring 1, 2, ... tokens."""
+    return drafted * drafting + float(np.interp(drafted + 1, range(1, len(scoring) + 1), scoring))
 
 
 def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
@@ -198,9 +204,8 @@ def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
                 for figure in ("tokens_per_round", "drafted_per_round")
             )
             theory = float("nan")
-            if costs := costs_of.get(batch):  # in units of a plain step
-                scoring = np.interp(drafted + 1, range(1, len(costs["scoring"]) + 1), costs["scoring"])
-                theory = tokens / float(drafted * costs["drafting"] + scoring)
+            if costs := costs_of.get(batch):
+                theory = tokens / cost_of_round(drafted, costs["drafting"], costs["scoring"])
             ratio = speedup(queues, name, "target")
             rows.append({"gamma": name.removeprefix("gamma "), "speedup": ratio, "theory": theory})
         best = max((name for name in speeds if name != "costAware"), key=lambda name: speeds[name].middle)

@@ -36,7 +36,8 @@ THEORIES = {  # {key of `theory.predict`: style of the line, label}
 
 
 def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]:
-    """Draw each figure for which the run has lines. Returns their paths in the folder of the results."""
+    """Draw each figure for which the run has lines. Returns their paths in the folder of the results. One that cannot
+    be written is said and left out."""
     timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     needed = {
         draw_speed: [line for line in timed if line["mode"] == "compare"],
@@ -47,8 +48,12 @@ def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]
     }
     names = []
     for drawer in (drawer for drawer, of_run in needed.items() if of_run):
-        names.append(f"figures/{drawer.__name__.removeprefix('draw_')}-{run['run']}.png")
-        write_figure(drawer(lines), folder / names[-1], measured_on(run, lines))
+        name = f"figures/{drawer.__name__.removeprefix('draw_')}-{run['run']}.png"
+        try:
+            write_figure(drawer(lines), folder / name, measured_on(run, lines))
+            names.append(name)
+        except OSError as error:  # The measurements are whole without it.
+            print(f"{name} cannot be written: {error.strerror or error}.")
     return names
 
 
@@ -197,7 +202,7 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(ylabel="speed-up over plain decoding")
-    bars = f"95 % intervals, or ranges of fewer than {FEW} questions"
+    bars = f"95 % intervals, or ranges of fewer than {FEW} questions or processes"
     axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}")
     axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure

@@ -226,9 +226,10 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
             notes = (
                 f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
-                "expected tokens a round / (gamma c + the cost of scoring gamma + 1 tokens), where c is the time of "
-                "a draft step over that of a plain step. the paper's: theorem 3.8, which takes every guess to be "
-                "accepted with probability alpha, independently of the others, and scoring to cost as much as one "
+                "expected tokens a round / (c for each guess in it + the cost of scoring these and one more token), "
+                "where c is the time of a draft step over that of a plain step; with --lookupFirst it counts for "
+                "guesses from the text too. the paper's: theorem 3.8, which takes every round to have gamma guesses, "
+                "each accepted with probability alpha, independently of the others, and scoring to cost as much as one "
                 f"token; by it, gamma {prediction['best']} is best. " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
@@ -311,7 +312,9 @@ def step_tables(lines: Sequence[StepLine], texts: Sequence[SpeedLine] = ()) -> I
         elif line["what"] == "growth":
             took = interval(line["seconds"])
             growth.add(str(line["tokens"]), span(took, 1e3), span(time_ratio(line["seconds"], first)))
-    tables = [forwards_table(lines), prefill, growth, round_table(lines, texts)]
+    tables = [forwards_table(lines), prefill, growth]
+    if any(line["what"] == "round" for line in lines):  # With lookup there is none.
+        tables.append(round_table(lines, texts))
     yield from tables
     speeds = {line["role"]: line["bytes"] / min(line["seconds"]) for line in lines if line["what"] == "reading"}
     read = ", ".join(f"{speed / 1e9:.1f} GB/s for the {role}'s bytes" for role, speed in speeds.items())

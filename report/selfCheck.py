@@ -75,7 +75,7 @@ def about(device: str) -> Iterator[str]:
     shape = "pythia-1.4b" if on_gpu else "pythia-160m"
     model = CachedModel(random_model(shape, DTYPES[dtype]).to(device), name=f"random:{shape}")
     for engine in "eager", "compiled":
-        lines = forward_lines({"target": model}, lambda steps: times(steps, 0, device), widths=[1])
+        lines = forward_lines({"target": model}, lambda steps: times(steps, device), widths=[1])
         rate = {(line["what"], line["role"]): line["bytes"] / np.median(line["seconds"]) / 1e9 for line in lines}
         if engine == "eager":
             yield f"Memory is read at {rate['reading', 'memory']:.0f} GB/s."

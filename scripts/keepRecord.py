@@ -13,13 +13,11 @@ import json
 import shlex
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-from experiments.intervals import summarize
+from experiments.intervals import too_fast
 from experiments.runRecord import code_version
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
 from inputs.commandLine import as_command, path, script_parser, text
@@ -163,14 +161,8 @@ def of_processes(runs: Sequence[Run]) -> Run:
     for number, (_, body) in enumerate(runs):
         process = {"run": run["run"], "process": number} if len(runs) > 1 else {}
         timed += [cast(dict[str, Any], line) | process for line in body if line["kind"] in TIMED]
-    groups = defaultdict[Any, list[Any]](list)
-    for line in of_kind(timed, SpeedLine):
-        groups[line["mode"], line["promptLen"], line["temperature"]].append(line)
-    for row in chain.from_iterable(map(summarize, groups.values())):
-        if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
-            fast = f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding"
-            wrong = f"but a round commits at most {most:.2f} tokens: a fault of the measurement"
-            raise UserError(f"{fast}, {wrong}; was the machine busy? Measure again in another folder (--from)")
+    for wrong in too_fast(of_kind(timed, SpeedLine)):
+        raise UserError(f"{wrong}; was the machine busy? Measure again in another folder (--from)")
     return run, timed + [line for line in lines if line["kind"] not in TIMED]
 
 

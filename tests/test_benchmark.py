@@ -81,6 +81,20 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     assert all(0 < row[-1].value <= 100 for row in forwards_table(step_lines).rows)  # shares of the limit
 
 
+def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tmp_path, monkeypatch):
+    kinds = {line["what"] for line in run("--steps --draft lookup --dtype float32") if line.get("of") == "step"}
+    assert kinds == {"reading", "forward", "prefill", "growth"}
+    assert "A round of" not in (tmp_path / "results.txt").read_text()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr(steps, "token_lines", stop)
+    lines = run("--steps --dtype float32", out=tmp_path / "stopped", code=130)
+    assert {line["what"] for line in lines[1:]} == {"reading", "forward"}
+
+
 def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch):
     ran = []
     monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.extend([path, *sys.argv[1:]]))
@@ -218,7 +232,7 @@ def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
         target, "prefill", lambda rows: read.add((*rows.lengths.tolist(), rows.capacity)) or prefill(rows)
     )
     monkeypatch.setattr(steps, "PROMPTS", (4, 9, 500))
-    lines = list(steps.token_lines(target, FREE, lambda timed: steps.times(timed, 0, "cpu")))
+    lines = list(steps.token_lines(target, FREE, lambda timed: steps.times(timed, "cpu")))
     assert [line["tokens"] for line in lines if line["what"] == "prefill"] == [4, 9, 127]
     assert read == {(4, 128), (9, 128), (127, 128)}
 

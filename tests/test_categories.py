@@ -164,7 +164,9 @@ def test_the_speed_up_of_spec_bench_by_hand():
     ]
     assert spec_bench(texts, "block") == Range(2.0, 1.0, 2.5) and spec_bench(texts, "target") == (1, 1, 1)
     slower = [line | {"repeat": 1, "seconds": line["seconds"] * (1 + (line["method"] == "block"))} for line in texts]
-    assert spec_bench([*texts, *slower], "block")[0] == pytest.approx(1.5)  # the mean over two runs: 2 and 1
+    of_process = [line | {"repeat": 0, "process": 1} for line in slower]  # The repeats of each process begin at 0.
+    for second in slower, of_process:
+        assert spec_bench([*texts, *second], "block")[0] == pytest.approx(1.5)  # the mean over two runs: 2 and 1
     cut = [line for line in slower if line["prompt"] < 2]  # A run that was stopped: the second repeat is not whole.
     assert spec_bench([*texts, *cut], "block") == spec_bench(texts, "block")
     assert spec_bench(texts[:3], "block")[0] != spec_bench(texts[:3], "block")[0]  # nan without a baseline
@@ -184,11 +186,16 @@ def test_overall_is_over_questions_and_not_over_tasks():
     assert rows["rag"]["block"]["runs"] == 1 and rows[OVERALL]["block"]["runs"] == 4
 
 
-def test_six_questions_have_an_interval():
-    texts = [text(method, n, 8, 1.0 + (n if method == "target" else 0)) for n in range(6) for method in ("a", "target")]
+def test_four_questions_have_an_interval_and_few_processes_none():
+    texts = [text(method, n, 8, 1.0 + (n if method == "target" else 0)) for n in range(4) for method in ("a", "target")]
     middle, low, high = figures = spec_bench(texts, "a")
     assert not isinstance(figures, Range) and low < middle < high
-    assert middle == pytest.approx(6 / sum(1 / (1 + n) for n in range(6)))
+    assert middle == pytest.approx(4 / sum(1 / (1 + n) for n in range(4)))
+    for count in 3, 4:
+        speeds = [(1 + n * (line["method"] == "a"), n, line) for n in range(count) for line in texts]
+        several = [line | {"process": n, "seconds": line["seconds"] * times} for times, n, line in speeds]
+        ranged = spec_bench(several, "a")
+        assert isinstance(ranged, Range) == (count == 3) and ranged.low < ranged.middle < middle
 
 
 # The tables.

@@ -288,6 +288,33 @@ def test_the_sweep_writes_its_figure_and_names_it(run, tmp_path, monkeypatch):
     assert len(costs) == 2 and all(len(c["scoring"]) == 4 and c["scoring"][0] == 1 for c in costs)
 
 
+@pytest.mark.parametrize("mode", ["--speed --batch 2", "--compare block", "--sweep --sentences 1 --repeats 1"])
+def test_every_timed_text_has_all_tokens_whatever_ends_a_text(run, model_folder, monkeypatch, mode):
+    monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
+    (model_folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(CONTEXT))}))
+    lines = run(f"{mode} --target", model_folder)
+    assert {line["tokens"] for line in of_kind(lines)} == {8}
+    assert all(line["overlap_by_position"] for line in of_kind(lines, "costs"))
+
+
+@pytest.mark.parametrize("draft", ["--draft lookup", "--draftVocab 40", "--lookupFirst", "--acceptance 0.5"])
+def test_a_sweep_has_the_costs_and_the_guesses_of_its_own_drafter(run, monkeypatch, draft):
+    monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
+    lines = run(f"--sweep --maxLen 40 --sentences 1 --repeats 1 {draft}")
+    (costs,) = of_kind(lines, "costs")
+    assert (costs["drafting"] > 0) == (draft != "--draft lookup")
+    if "acceptance" in draft:
+        assert all(share == 0.5 * tested for _, tested, share in costs["overlap_by_position"])
+
+
+def test_a_figure_that_cannot_be_written_is_said_and_the_run_is_finished(run, tmp_path, capsys):
+    (tmp_path / "figures").write_text("a file")
+    lines = run("--compare block")
+    assert lines[-1] == {"run": lines[0]["run"], "kind": "end", "figures": []}
+    out = capsys.readouterr().out
+    assert out.count("cannot be written") == 1 and "not finished" not in out
+
+
 def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
     (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
     for words in (), ("--promptFile", tmp_path / "prompts.txt"):

@@ -150,7 +150,7 @@ def wait(child, seconds=60):
 
 
 # What differs from run to run.
-CLOCK = {"run", "ttft", "tpot", "throughput", "report_tpot", "seconds", "scoring", "figures", "stalled"}
+CLOCK = {"run", "ttft", "tpot", "throughput", "report_tpot", "seconds", "scoring", "figures", "stalled", "rank"}
 
 
 def figures_of(folder):
@@ -177,6 +177,8 @@ def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, mo
         run, *lines = lines_of(tmp_path / str(count))
         assert len(run.get("processes", [0])) == count and lines[-1]["kind"] == "end"
         assert (f"{count} processes" in (tmp_path / str(count) / "results.txt").read_text()) == (count > 1)
+        timed = [line for line in lines if line["kind"] == "speed"]
+        assert {line.get("rank", 0) for line in timed} == set(range(count) if timed else ())
         found.append(figures_of(tmp_path / str(count)))
     assert len(found[0]) > 6 and all(other == found[0] for other in found[1:])
 

@@ -14,6 +14,7 @@ from hypothesis import settings as drawing
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_flags import said, table
+from test_speed import measurement
 from tqdm import tqdm
 
 from experiments import runRecord, settings
@@ -203,12 +204,17 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
 
 def test_a_busy_machine_is_said():
     run = {"machine": {"cores": 2}, "load": 2.4}
-    texts = [{"kind": "speed", "method": "target", "tpot": seconds} for seconds in (0.01, 0.02, 0.09, None)]
+    same = {"kind": "speed", "mode": "compare", "promptLen": 8, "temperature": 1.0}
+    texts = [measurement(tpot=seconds, **same) for seconds in (0.01, 0.02, 0.09, None)]
     assert list(runRecord.strained(run, texts)) == [] == list(runRecord.strained({"machine": {"cores": None}}, []))
     (busy,) = runRecord.strained(run | {"load": 4.2}, texts)
     assert "a load of 4.2, and 2 cores" in busy
     (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
     assert "more than tenfold (target)" in unsteady
     (again,) = runRecord.strained(run, [texts[0], texts[0] | {"stalled": 2}])
-    assert again.endswith("timed again: 1.")
+    assert again == "1 text had a round longer than 8 times the median of the row: timed again."
+    plain = [measurement("target", prompt, tokens_per_round=2.0, **same) for prompt in range(4)]
+    fast = [line | {"method": "fixed", "throughput": 30.0, "drafted": 4} for line in plain]
+    (wrong,) = runRecord.strained(run, [*plain, *fast])
+    assert "fixed is 3.00 times" in wrong and "at most 2.00 tokens" in wrong
     assert runRecord.origin([], {}, "cpu", {})["load"] >= 0

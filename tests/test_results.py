@@ -45,6 +45,7 @@ def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
     times = {"ttft": 0.5 * scale, "tpot": 0.25 * scale, "report_tpot": 0.3 * scale, "seconds": 1.0 * scale}
     counts = {"rounds": 4, "drafted": 7, "accepted": 4, "acceptance_by_position": [[4, 3], [3, 1]]}
     conditions = {"kind": "speed", "run": run, "dtype": "float32", "mode": "speed", "promptLen": 64}
+    conditions |= {"temperature": 0.85}
     text = {"method": method, "prompt": prompt, "repeat": 0, "prompt_tokens": 64, "tokens_per_round": 2.0}
     return {**conditions, **text, **times, "throughput": 4.0 / scale, **counts} | changes
 
@@ -159,7 +160,7 @@ def test_figures_are_medians_of_the_lines_and_what_does_not_exist_is_a_dash(tmp_
     target, speculative = (re.search(f"^{name}.*", text, re.M)[0].split() for name in ("target alone", "speculative"))
     assert target[2:] == ["1000", "500", "2.00", "1.00", "600"]
     assert speculative[1:] == ["500", "250", "4.00", "2.00", "0.571", "2.00", "300"]
-    assert "(500–1500)" in text and "1 repeat (range: fewer than 6 independent values)." in text
+    assert "(500–1500)" in text and "1 repeat (range: fewer than 4 independent values)." in text
     assert "Acceptance by position in the round: 0.75, 0.33." in text
     nothing = {"tpot": math.nan, "tokens_per_round": math.nan, "acceptance_by_position": []}
     text = write(tmp_path / "short", run_line(maxLen=1), *(line | nothing for line in lines))
@@ -174,7 +175,7 @@ def test_no_figure_is_cut_however_large(tmp_path):
         methods += speed_lines(speeds, mode="speed", prompt=n, tpot=1.23456 * n, report_tpot=12.3456, **times)
     name = "a corpus of a very long name indeed, longer than any column"
     text = write(tmp_path, run_line(), *methods, *ppl_lines(corpus=name, value=87_654.321), *ppl_lines(value=7e300))
-    figures = "37037 (12346–61728) 3704 (1235–6173) 123,456 438,271.6050 87,654.321000 87,654.321877"
+    figures = "37037 [6173, 67901] 3704 [617, 6790] 123,456 438,271.6050 87,654.321000 87,654.321877"
     for figure in (*figures.split(), "3.5000e+301", "7.000000e+300", "1.0e-08"):
         assert re.search(rf"(^|\s){re.escape(figure)}($|\s)", text, re.M), figure
     assert all(word in text for word in name.split())
@@ -222,8 +223,8 @@ def test_intervals_and_ranges_have_their_own_notation():
     assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
     alone, of_many, of_few = (Table("", [""], [[span(figures)]]) for figures in ([1] * 3, [1, 0, 2], Range(1, 0, 2)))
     assert notation(alone) == "" and notation(of_many) == " [95 % bootstrap interval]"
-    assert notation(of_few) == " (range: fewer than 6 independent values)"
-    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range: fewer than 6 independent values)"
+    assert notation(of_few) == " (range: fewer than 4 independent values)"
+    assert notation(of_few, of_many) == " [95 % bootstrap interval] or (range: fewer than 4 independent values)"
 
 
 @pytest.mark.parametrize("name", ["head-bundled-target", "ablation-bundled-target"])

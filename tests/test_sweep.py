@@ -38,9 +38,10 @@ CONDITIONS |= {"temperature": 1.0, "top_p": 1.0}
 def test_predictions_are_theorys_of_what_was_measured():
     lines = [measurement("draft", prompt, tpot=0.02 + 0.01 * prompt) for prompt in (0, 1)]
     tested = {"target": (10.0, []), "gamma 1": (15.0, [(10, 6)]), "gamma 2": (17.0, [(10, 8), (8, 2)])}
-    for name, (speed, counts) in tested.items():
-        lines += [measurement(name, prompt, 0, speed, acceptance_by_position=counts) for prompt in (0, 1)]
-    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": [[9, 8, 4.0], [4, 4, 1.0]]}
+    for drafted, (name, (speed, counts)) in enumerate(tested.items()):
+        more = {"drafted": drafted, "acceptance_by_position": counts}
+        lines += [measurement(name, prompt, 0, speed, **more) for prompt in (0, 1)]
+    costs = {"scoring": [1.0, 1.1, 1.3], "drafting": 0.25, "overlap_by_position": [[10, 8, 5.0], [4, 4, 1.0]]}
     found = theory.predict(lines, costs)
     alpha, c = (6 + 8 + 2) / 28, 0.25
     assert (found["alpha"], found["c"]) == (pytest.approx(alpha), pytest.approx(c))
@@ -54,20 +55,22 @@ def test_predictions_are_theorys_of_what_was_measured():
         assert row["speedup"][0] == pytest.approx([1.5, 1.7][gamma - 1])
     assert found["best"] == max(range(9), key=lambda gamma: tokens(gamma) / (1 + gamma * c)) == 2
     assert [row["expected"] for row in found["rows"]] == [1.5, 1.625]
-    unknown = theory.predict(lines, costs | {"overlap_by_position": []})["rows"]  # as with --acceptance
-    assert [row["expected"] for row in unknown] == pytest.approx([tokens(1), tokens(2)])
-    guesses = [line for line in lines if line["method"] != "draft"]
-    assert theory.predict(guesses, costs)["c"] == 0  # no draft model: guessing costs nothing
+    # Lookup finds a match in half of the rounds, and never a second guess: no draft model, and fewer tokens to score.
+    found = [line | {"drafted": 0.5} for line in lines if line["method"] != "draft"]
+    _, row = theory.predict(found, costs | {"drafting": 0.0, "overlap_by_position": [[10, 5, 2.0]]})["rows"]
+    assert row["expected"] == pytest.approx(1.2) and row["theory"] == pytest.approx(1.2 / 1.05)
+    old = {name: value for name, value in costs.items() if name != "drafting"}
+    assert theory.predict(lines, old)["c"] == pytest.approx(0.25)
 
 
 def test_texts_of_a_single_token_have_dashes_in_the_table_of_a_run_that_was_stopped():
     nothing = {"tpot": None, "acceptance_by_position": [], "dtype": "float32", "prompt_tokens": 3}
     lines = [measurement(name, **nothing) for name in ("draft", "target", "gamma 1")]
-    costs = {"scoring": [1.0, 1.1, 1.3], "overlap_by_position": []}
+    costs = {"scoring": [1.0, 1.1, 1.3], "drafting": 0.3, "overlap_by_position": []}
     found = theory.predict(lines, costs)
-    assert found["alpha"] != found["alpha"] and found["c"] != found["c"] and found["best"] == 0
+    assert found["alpha"] != found["alpha"] and found["best"] == 0
     _, row = sweep_table({"flags": {}, "models": {}}, lines, found).rows
-    assert [str(cell) for cell in row] == ["1", "1.00", "10.0", "1.00", *"----", "1.00", "-"]
+    assert [str(cell) for cell in row] == ["1", "1.00", "10.0", "1.00", "1.00", "1.00", *"--", "1.00", "1.00"]
     assert theory.predict(lines[:2], costs)["rows"] == []
 
 
@@ -115,7 +118,7 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is():
 
 @pytest.mark.parametrize("draft", ["", "--draft lookup"])
 def test_every_cell_is_measured_and_writes_whole_texts(run, monkeypatch, draft):
-    for name, value in {"BATCHES": (1, 3), "BATCH_GAMMAS": (1, 2), "BATCH_REPEATS": 2}.items():
+    for name, value in {"BATCHES": (1, 3), "BATCH_GAMMAS": (1, 2), "REPEATS": 2}.items():
         monkeypatch.setattr(sweep, name, value)
     lines = run(f"--sweep batch --repeats 2 {draft}")
     queues, costs = of_kind(lines, "queue"), of_kind(lines, "costs")
@@ -173,7 +176,7 @@ def watched_alpha(prompts, target, drafter, max_len):
         return accepted, token
 
     rule.waits = True  # int() synchronises with the host.
-    overlaps_of(partial(chain(target, drafter), verify=rule), prompts, target.device, DRAW, max_len, None, 0)
+    overlaps_of(partial(chain(target, drafter), verify=rule), prompts, target.device, DRAW, max_len, 0)
     return sum(watched) / len(watched)
 
 
@@ -181,7 +184,7 @@ def test_overlaps_are_those_that_verification_meets():
     """And the sweep's alpha is their mean."""
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
-    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, None, 0)
+    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, 0)
     mean = watched_alpha(PROMPTS, target, draft, 40)
     assert expectations(found["overlap_by_position"])["overlap"] == pytest.approx(mean, abs=1e-5)
     costs = sweep.sweep_costs(helpers.SINGLE_INPUTS, PROMPTS, target, draft, token_rule, DRAW, 40)
@@ -189,15 +192,22 @@ def test_overlaps_are_those_that_verification_meets():
     assert costs["scoring"][0] == 1 and len(costs["scoring"]) == 11 and all(v > 0 for v in costs["scoring"])
 
 
+def test_costs_are_measured_within_the_context():
+    """Learned positions end there."""
+    target, draft = (helpers.tiny("gpt2", seed, context=32) for seed in (0, 1))
+    costs = sweep.step_costs([5] * 30, target, ModelDrafter(draft), DRAW, 10)
+    assert len(costs["scoring"]) == 11 and costs["drafting"] > 0
+
+
 def test_one_context_has_its_own_overlap_and_where_nothing_is_guessed_it_is_unknown():
     target, draft = helpers.tiny(), helpers.tiny(seed=1)
     sampler = chain(target, ModelDrafter(draft))
-    nothing = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 2, None, 0)  # two tokens leave no room for a guess
+    nothing = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 2, 0)  # two tokens leave no room for a guess
     assert nothing == {"overlap_by_position": [], "rounds": 1, "accepted": 0}
     assert all(value != value for value in expectations([]).values())
     (tokens,), _ = sampler([[5, 9]], max_len=3, sampling=DRAW, generator=torch.Generator().manual_seed(0))
     p, q = (probabilities(m.score(torch.tensor([[5, 9, tokens[0]]]))[0, -1], DRAW) for m in (target, draft))
-    ((reached, tested, share),) = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 3, None, 0)["overlap_by_position"]
+    ((reached, tested, share),) = overlaps_of(sampler, [[5, 9]], "cpu", DRAW, 3, 0)["overlap_by_position"]
     assert (reached, tested, share) == (2, 1, pytest.approx(overlap(p, q).item(), abs=1e-6))
 
 
@@ -213,7 +223,7 @@ def test_tokens_a_round_are_those_expected(name):
     drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2, worth=0), draft)}.get(name, draft)
     length = DraftConfidence(4, 0.4) if name == "unsure" else Fixed(4)
     method = partial(specSampling, target=target, drafter=drafter, gamma=length)
-    found = expectations(overlaps_of(method, mod12(PROMPTS), "cpu", DRAW, 60, None, 0)["overlap_by_position"])
+    found = expectations(overlaps_of(method, mod12(PROMPTS), "cpu", DRAW, 60, 0)["overlap_by_position"])
     _, records = method(mod12(PROMPTS) * 15, max_len=60, sampling=DRAW, generator=torch.Generator().manual_seed(1))
     tokens = 1 + sum(sum(record.accepted) for record in records) / sum(len(record.times) - 1 for record in records)
     tested, passed = (sum(column) for column in zip(*(pair for r in records for pair in r.acceptance_by_position)))
@@ -248,7 +258,7 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     drafter = TreeDrafter(near(target, noise=0.3))
     choice = Tree.of(shape) if shape else helpers.InTurn(*map(Tree.of, ("1,1", "3,1")))
     method = partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
-    found = overlaps_of(method, mod12(PROMPTS) * 5, "cpu", DRAW, 40, None, 0)
+    found = overlaps_of(method, mod12(PROMPTS) * 5, "cpu", DRAW, 40, 0)
     tokens = expectations(found["overlap_by_position"])["tokens"]
     ratio = (1 + found["accepted"] / found["rounds"]) / tokens
     assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
@@ -264,5 +274,5 @@ def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
     target = helpers.tiny()
     models = {"target": target, "draft": near(target, noise=0.3)}
     methods = (chains(models, Decoding(gamma=3), "fixed", "block"), trees(models, Decoding(tree="1,1,1"), "traversal"))
-    one, other = (overlaps_of(method, PROMPTS, "cpu", DRAW, 30, None, 0) for method in methods)
+    one, other = (overlaps_of(method, PROMPTS, "cpu", DRAW, 30, 0) for method in methods)
     assert one == other and len(one["overlap_by_position"]) == 3
