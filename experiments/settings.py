@@ -186,6 +186,8 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield several, "--sweep batch takes one --temperature and one --promptLen"
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
+    penalty = measuring.steps and settings.sampling.repetition_penalty != 1
+    yield penalty, "--steps times steps without a repetition penalty; leave out --repetition_penalty"
     for mode in "speed", "ppl", "compare", "sweep", "steps", "diversity":
         yield played and flags[mode], f"--show, --html and --chat measure nothing; leave out --{mode}"
     chats = settings.output.chat and [mode for mode in ("show", "html", *PLAYED) if flags[mode]]

@@ -237,7 +237,7 @@ CLASHES = """
 --compare cascade | --compare mid | --compare tree --tree 2,1 --gamma 3
 --tree auto --draftLength additive | --tree auto --sweep | --speedMulti
 --speed 0 --draft lookup | --speed 0 --prompts sample | --show --steps | --html x.html --steps | --chat --steps
---sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
+--steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
 --show --speed | --show --ppl | --show --sweep | --html x.html --compare all
 --show --diversity | --show --speedMulti | --show --speedNew --contrastive
 --lossless --speed | --lossless --show | --lossless --compare all

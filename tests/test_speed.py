@@ -53,7 +53,7 @@ def test_ratios_are_paired_by_prompt_and_repeat():
     texts = [(0, 0, 20.0), (1, 0, 90.0), (0, 1, 25.0), (1, 1, 7.0)]  # The last one's partner was never measured.
     rows = [measurement("fast", *text) for text in texts]
     rows += [measurement("target", *text) for text in ((1, 0, 30.0), (0, 0, 10.0), (0, 1, 100.0))]
-    assert speedup(rows, "fast", "target") == (2.0, 0.25, 3.0)  # of 2, 3 and 0.25
+    assert speedup(rows, "fast", "target") == (2.0625, 0.25, 3.0)  # of 3 and the median of 2 and 0.25
     assert speedup(rows, "target", "target") == (1.0, 1.0, 1.0)
     assert all(map(math.isnan, speedup(rows, "fast", "nobody")))
 
