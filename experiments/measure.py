@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,8 @@ from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from experiments import sweep
 from experiments.loading import Inputs, LoadedModels
-from experiments.schema import FIGURES, Append, Conditions, CostsLine, OverlapLine
+from experiments.schema import FIGURES, Append, BatchCostsLine, Conditions, CostsLine, OverlapLine
+from experiments.settings import BATCHES
 from experiments.speed import Timed, Written, digest, ends_after, time_texts
 from experiments.theory import overlaps_of
 from inputs.commandLine import visible
@@ -27,6 +29,7 @@ from methods.samplers import Sampler, guesser, rule_of
 from utils import GREEDY, Sampling
 
 ROLES = "draft", "target", "speculative"
+TEXTS, FEWEST = 2, 4  # of a queue of --sweep batch: TEXTS for each row of its batch, FEWEST at least
 # (inputs, models, names, prompts, sampling, max_len, append) -> {name: method} of those that other programs compute
 OtherMethods = Callable[..., AbstractContextManager[Mapping[str, Timed]]]
 
@@ -43,16 +46,22 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
         samplers = build(names, dict(models), decoding)
         if mode == "sweep":
             target, verify = models["target"], rule_of(dict(models), decoding)
-            drafter = guesser(dict(models), decoding)
-            if measuring.sweep == "batch":
-                cells = sweep.samplers(target, drafter, verify, batches=True)
+            drafter, in_batches = guesser(dict(models), decoding), measuring.sweep == "batch"
+            cells = sweep.samplers(target, drafter, verify, in_batches)
+            if in_batches:
                 methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in cells.items()}
-                sweep.measure_batches(inputs, prompts, methods, target, drafter, sampling, conditions, append)
+                for batch in BATCHES:
+                    costs = sweep.step_costs(prompts[0], target, drafter, sampling, max(sweep.BATCH_GAMMAS), batch)
+                    append(
+                        cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, "batch": batch, **costs})
+                    )
+                    texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
+                    time_group(inputs, methods, texts, conditions, append, batch)
                 continue
             # The costs from which theory predicts speed.
             costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
             append(cast(CostsLine, {"kind": "costs", "of": "sweep", **conditions, **costs}))
-            samplers |= sweep.samplers(target, drafter, verify)
+            samplers |= cells
         if mode == "compare" and decoding.acceptance is None:
             # The overlaps of p and q at each depth of a round, of methods that learn nothing for the timed texts.
             guessing = [name for name in names if METHODS[name].lossless and METHODS[name].guesses]
@@ -63,25 +72,31 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
         programs = [name for name in names if METHODS[name].engine]
         with other_methods(inputs, models, programs, prompts, sampling, max_len, append) as others:
             methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in samplers.items()}
-            time_group(inputs, methods | dict(others), prompts, conditions, append)
+            batch = measuring.batch if (measuring.batch or 1) > 1 else None
+            time_group(inputs, methods | dict(others), prompts, conditions, append, batch)
 
 
 def time_group(
-    inputs: Inputs, methods: Mapping[str, Timed], prompts: list[list[int]], conditions: Conditions, append: Append
+    inputs: Inputs,
+    methods: Mapping[str, Timed],
+    prompts: list[list[int]],
+    conditions: Conditions,
+    append: Append,
+    batch: int | None,
 ) -> None:
-    """Time methods under the same conditions."""
-    measuring, processes = inputs.settings.measuring, inputs.processes
-    repeats, batch = measuring.repeats_of(conditions["mode"]), measuring.batch or 1
+    """Time methods under the same conditions. batch: of queues; of those of a sweep the texts have no lines."""
+    measuring, processes, mode = inputs.settings.measuring, inputs.processes, conditions["mode"]
+    repeats = measuring.repeats_of(mode)
     options = methods, prompts, repeats, measuring.seed, inputs.device
-    if batch > 1:
+    if batch:
         measured = time_texts(*options, batch, warm_up=1)
     else:
         measured = processes.merged(time_texts(*options, numbers=processes.share(prompts)))
-    with Bar(conditions["mode"], len(methods) * len(prompts) * repeats) as bar:
+    with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
         for texts, queue in measured:
             for text in texts:
                 bar.update()
-                if text["seconds"] == text["seconds"]:  # nan: another program has failed.
+                if text["seconds"] == text["seconds"] and not (batch and mode == "sweep"):  # nan: a program has failed.
                     if inputs.questions:
                         question, _ = inputs.turns[text["prompt"]]
                         text["category"], text["question"] = question.category, inputs.questions.index(question)
