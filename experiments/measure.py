@@ -52,9 +52,8 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
                 methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in cells.items()}
                 for batch in BATCHES:
                     costs = sweep.step_costs(prompts[0], target, drafter, sampling, max(sweep.BATCH_GAMMAS), batch)
-                    append(
-                        cast(BatchCostsLine, {"kind": "costs", "of": "batch", **conditions, "batch": batch, **costs})
-                    )
+                    costs |= {"kind": "costs", "of": "batch", **conditions, "batch": batch}
+                    append(cast(BatchCostsLine, costs))
                     texts = list(itertools.islice(itertools.cycle(prompts), max(FEWEST, TEXTS * batch)))
                     time_group(inputs, methods, texts, conditions, append, batch)
                 continue
@@ -72,8 +71,8 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
         programs = [name for name in names if METHODS[name].engine]
         with other_methods(inputs, models, programs, prompts, sampling, max_len, append) as others:
             methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in samplers.items()}
-            batch = measuring.batch if (measuring.batch or 1) > 1 else None
-            time_group(inputs, methods | dict(others), prompts, conditions, append, batch)
+            queues = measuring.batch if measuring.batch != 1 else None
+            time_group(inputs, methods | dict(others), prompts, conditions, append, queues)
 
 
 def time_group(

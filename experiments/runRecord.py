@@ -282,9 +282,7 @@ def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
     named = {}
     for line in lines:
         kind = name_of_kind(line)
-        names: tuple[str, ...] = ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
-        if "mistake" in line:  # It has one method, which older lines do not name.
-            names = tuple(name for name in names if name != "method")
+        names = ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
         if COMPARED.get(kind) in line and line.get("repeatable", True):
             named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
     return named

@@ -249,11 +249,11 @@ class PowerLine(TrialConditions, EvidenceFigures):
     kind: Literal["lossless"]
     test: Literal["mistake"]
     mistake: str
-    method: NotRequired[str]  # in the records of earlier versions it is missing
+    method: str
     what: str
     seen_in: str  # the public code that makes or made it
     seen_by: list[str]  # the tests that noticed it
-    order: NotRequired[str]  # of the vocabulary: the role of the model whose q / p it is; "p"; missing in older records
+    order: str  # of the vocabulary: the role of the model whose q / p it is; "p"
 
 
 class GreedyFigures(TypedDict):

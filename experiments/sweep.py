@@ -53,8 +53,8 @@ def sweep_costs(
     sampling: Sampling,
     max_len: int,
 ) -> dict[str, Any]:
-    """The costs and the overlaps from which theory predicts speed, with as many guesses as the longest of GAMMAS: fields
-    of a `CostsLine`.
+    """The costs from which theory predicts speed, and the overlaps in rounds as long as the longest of GAMMAS: fields of
+    a `CostsLine`.
 
     alpha is the mean overlap over the contexts in which a guess was tested, nan if none was. It is less noisy than
     counting accepted guesses: a context counts with its probability of acceptance, not with the outcome of one draw.
