@@ -60,7 +60,7 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             # The costs from which theory predicts speed.
             costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
             append(cast(CostsLine, {"kind": "costs", "of": "sweep", **conditions, **costs}))
-            samplers |= cells
+            samplers = cells
         if mode == "compare" and decoding.acceptance is None:
             # The overlaps of p and q at each depth of a round, of methods that learn nothing for the timed texts.
             guessing = [name for name in names if METHODS[name].lossless and METHODS[name].guesses]

@@ -36,12 +36,10 @@ def samplers(target: Model, drafter: Drafter, verify: VerificationRule, batches:
     """{"target": plain decoding, "gamma 1": ..., "gamma 2": ...}: speculative sampling with each fixed gamma; with
     `batches` for BATCH_GAMMAS, and with "costAware"."""
     rules: dict[str, LengthRule] = {f"gamma {n}": Fixed(n) for n in (BATCH_GAMMAS if batches else GAMMAS)}
-    if batches:
-        rules["costAware"] = CostAware(max(BATCH_GAMMAS))
+    rules |= {"costAware": CostAware(max(BATCH_GAMMAS))} if batches else {}
     guessing = partial(specSampling, target=target, drafter=drafter, verify=verify)
-    return {"target": partial(regrSampling, target=target)} | {
-        name: partial(guessing, gamma=rule) for name, rule in rules.items()
-    }
+    chains = {name: partial(guessing, gamma=rule) for name, rule in rules.items()}
+    return {"target": partial(regrSampling, target=target), **chains}
 
 
 def sweep_costs(
@@ -53,8 +51,8 @@ def sweep_costs(
     sampling: Sampling,
     max_len: int,
 ) -> dict[str, Any]:
-    """The costs from which theory predicts speed, and the overlaps in rounds as long as the longest of GAMMAS: fields of
-    a `CostsLine`.
+    """The costs from which theory predicts speed, and the overlaps in rounds of the longest of GAMMAS: fields of a
+    `CostsLine`.
 
     alpha is the mean overlap over the contexts in which a guess was tested, nan if none was. It is less noisy than
     counting accepted guesses: a context counts with its probability of acceptance, not with the outcome of one draw.

@@ -98,7 +98,7 @@ def chain(name: str, title: str, *needs: Role, drafter: str | DrafterMaker | Non
 
 
 CATALOGUE: tuple[Method, ...] = (
-    alone("draft", "the draft alone", partial(make.one_model, role="draft"), (Role.READER,), modes=(*SPEED, "sweep")),
+    alone("draft", "the draft alone", partial(make.one_model, role="draft"), (Role.READER,), modes=SPEED),
     alone("mid", "the mid model alone", partial(make.one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
     baseline(
         "target",

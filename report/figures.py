@@ -1,6 +1,7 @@
 """Figures of the measurements of a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -52,7 +53,9 @@ def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]
         try:
             write_figure(drawer(lines), folder / name, measured_on(run, lines))
             names.append(name)
-        except OSError as error:  # The measurements are whole without it.
+        except OSError as error:  # The measurements are whole without it, and need the room that a part of it took.
+            with suppress(OSError):
+                (folder / name).unlink()
             print(f"{name} cannot be written: {error.strerror or error}.")
     return names
 
