@@ -231,8 +231,7 @@ class Inputs:
         models = self.load_as_timed(dtype)
         if self.copies is not None:
             bits, target = self.settings.models.bits or 0, models["target"]
-            packed = is_compiled(models["self"]) and models["self"].device.type == "cpu"
-            taken = self.copies.weights * ((bits / 8 if packed else 1) + SCALE)
+            taken = copy_bytes(models["self"], self.copies.weights, bits)
             share = taken / (target.parameters * target.dtype.itemsize)
             says = f"its copy in {bits} bits takes {gigabytes(taken)}, {share:.0%} of its weights."
             print(f"The target drafts for itself: {says}")
@@ -275,6 +274,12 @@ def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
             remedy = "use a smaller --dtype or target, or another --draft"
             raise UserError(f"{target.name} cannot draft for itself: {short}; {remedy}")
     return copies_of(target, bits, followed)
+
+
+def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
+    """The memory that the target's copy takes. weights: how many of them have few bits."""
+    packed = is_compiled(copy) and copy.device.type == "cpu"
+    return weights * ((bits / 8 if packed else 1) + SCALE)
 
 
 def models_of(settings: Settings) -> dict[str, str]:

@@ -56,9 +56,8 @@ BATCH_NOTES = (
     "itself, for each row of the batch. its share of the best: of the fastest cell beside it, plain decoding included."
 )
 ENGINE_NOTES = (
-    "Their texts have the full length, and so have all texts beside them. greedy: tokens that are not the target's "
-    "argmax, in float32, beyond what rounding explains; a method with any is not timed. sampled: what the tests of "
-    "test.py --audit find in {texts} texts. Quantised weights are another model."
+    "greedy: tokens that are not the target's argmax, in float32, beyond what rounding explains; a method with any is "
+    "not timed. sampled: what the tests of test.py --audit find in {texts} texts. Quantised weights are another model."
 )
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
