@@ -286,7 +286,7 @@ class UncachedModel(Model):
 
     def reserve(self, rows: int, capacity: int) -> None:
         if self.text.shape != (rows, capacity):
-            self.text = torch.zeros(rows, capacity, dtype=torch.int64, device=self.device)
+            self.text.resize_(rows, capacity).zero_()  # In place: shallow copies of this model share the tensor.
 
     def copy_row(self, source: int, row: int) -> None:
         self.text[row] = self.text[source]
