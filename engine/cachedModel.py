@@ -153,8 +153,11 @@ class CachedModel(Model):
             self.store.features = torch.zeros(rows, capacity + 1, d, device=self.device)
 
     def prefill(self, rows: Rows) -> Tensor:
-        """Features are written only if a model of these rows reads them."""
-        self.store.keeps = any(model.reads_features for model in rows.models)
+        """Features are written only if a model of these rows reads them. Tokens that were read without are read again."""
+        keeps = any(model.reads_features for model in rows.models)
+        if keeps and not self.store.keeps:
+            self.remembered = ()
+        self.store.keeps = keeps
         return super().prefill(rows)
 
     @torch.inference_mode()

@@ -43,7 +43,6 @@ Styled = tuple[str, str]  # text, and the style that rich gives it
 METHODS = {"/plain": "target", "/self": "speculative"}  # of a conversation
 HELP = "/plain answers without guesses, /self with guesses again, /new forgets the conversation, /quit ends it."
 ROOM = 4096  # slots of the KV cache, if the context has as many: while it stays the same, only new tokens are read
-UNREAD = 16  # tokens at the end of an answer that a model may not have read
 SAMPLE, SAMPLE_TOKENS = "Write a sentence about the sea.", 32  # an answer from which plain decoding's speed is known
 
 
@@ -219,9 +218,9 @@ class Chat:
         with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
             models = inputs.load_first()
         self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
-        # {method: the models that read its text}. A draft with another tokenizer reads other tokens.
-        readers = [models["target"]] if inputs.translation else list(models.values())
-        self.readers = {"target": [models["target"]], "speculative": readers}
+        self.target = models["target"]
+        # A draft with another tokenizer reads other tokens.
+        self.drafts = [model for model in models.values() if model is not self.target and not inputs.translation]
         generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
         self.options: dict[str, Any] = {"sampling": self.settings.sampling.of("show"), "generator": generator}
         self.max_len = self.settings.sampling.max_len_of("show")
@@ -249,8 +248,11 @@ class Chat:
         with suppress(KeyboardInterrupt):
             sampler = self.samplers[method]
             sampler([prompt], max_len=room, end_of_text=ends, callback=trace.callback, **self.options)
-        for model in self.readers[method] if trace.rounds else ():
-            model.remembered = [*prompt, *trace.tokens[:-UNREAD]]
+        if trace.rounds:  # It has read all tokens but the last.
+            self.target.remembered = [*prompt, *trace.tokens[:-1]]
+        if method == "speculative" and len(trace.rounds) > 1:  # After Ctrl-C in the first they may not have read it.
+            for draft in self.drafts:  # How much of the answer a draft has read depends on how it was asked.
+                draft.remembered = prompt
         if shown:
             self.write(pieces.rest())
             self.console.print()

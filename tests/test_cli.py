@@ -11,21 +11,24 @@ import sys
 
 import helpers
 import pytest
+import test_headRuns
 import tokenizerKinds
 import torch
 from conftest import CONTEXT, ROOT, lines_of, of_kind, one_line, prompted, with_ctrl_c
 from localHub import Repository
 
-from decoding.model import Model
+from engine.cachedModel import CachedModel
 from experiments import settings, sweep
 from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
 from methods.catalogue import METHODS, choose
+from methods.lookup import LookupDrafter
 from playback import play as playing
 from playback.play import Screen
 
 EVERY = set(choose("all", {"draft", "draft model", "whole draft model", "mid", "self"}))  # methods
+head_folder = test_headRuns.head_folder
 KINDS = {"speed": ["speed"], "ppl": ["ppl corpus", "ppl text"]}
 
 
@@ -358,31 +361,52 @@ def chat(run, flags, model_folder, tmp_path):
     return play
 
 
-@pytest.mark.parametrize("engine", ["", "--compile"])
-def test_a_chat_answers_each_line_and_reads_only_what_is_new(run, flags, model_folder, monkeypatch, capsys, engine):
-    """Planted: the models claim to have read each prompt before."""
+@pytest.mark.parametrize(
+    "words", ["", "--compile", "--lookupFirst", "--draft head --head HEAD"]
+)
+def test_a_chat_answers_each_line_and_reads_only_what_is_new(
+    run, flags, model_folder, head_folder, monkeypatch, capsys, words
+):
+    """Each prompt is read as if nothing was remembered, though a random answer is another one in other tokens.
+    Planted: the models claim to have read it before."""
     (model_folder / "chat_template.jinja").write_text(CHAT)
-    read, prefill, claims = [], Model.prefill, []
+    read, turns, prefill, claims = [], [], CachedModel.prefill, []
 
     def spied(model, rows):
-        read.append((len(rows.prompts[0]), len(model.remembered)))
-        model.remembered = rows.prompts[0] if claims else model.remembered
-        return prefill(model, rows)
+        prompt = rows.prompts[0]
+        read.append((len(prompt), len(model.remembered)))
+        turns.extend([rows] if model is rows.target else [])
+        if len(turns) == 7 and model is not rows.target:
+            raise KeyboardInterrupt
+        model.remembered = prompt if claims else model.remembered
+        logits = prefill(model, rows)
+        if not claims:
+            torch.testing.assert_close(logits, model.score(torch.tensor([prompt]))[:, -1], rtol=0.02, atol=0.02)
+        return logits
 
-    monkeypatch.setattr(Model, "prefill", spied)
+    def encode(questions, answers, tokenizer, model):
+        written = [rows.tokens[0] for rows in turns[len(turns) - len(answers) :]]
+        parts = [encode_chat([question], [], tokenizer, model) for question in questions]
+        return [token for pair in itertools.zip_longest(parts, written, fillvalue=[]) for part in pair for token in part]
+
+    monkeypatch.setattr(CachedModel, "prefill", spied)
+    monkeypatch.setattr(playing, "encode_chat", encode)
+    monkeypatch.setattr(LookupDrafter, "find", lambda drafter, rows, gammas: [[0]] * rows.size)  # The draft never reads.
 
     def answers(room):
         monkeypatch.setattr(playing, "ROOM", room)
-        typed = ["a lamp?", "and now?", "", "/plain", "more", *["/new", "a lamp?"] * 2, "lamp " * 99, "/quit", "lost"]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(typed)))
+        typed = ["a lamp?", "and now?", "", "/plain", "more", "/self", "so?", *["/new", "a lamp?"] * 2, "lamp " * 99]
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*typed, "wait", "again", "/quit", "lost"])))
         read.clear()
-        run(f"--chat --temperature 0 --maxLen 20 {engine} --target", model_folder, base=prompted(flags))
+        turns.clear()
+        flags_of_chat = f"--chat --temperature 0 --maxLen 40 {words.replace('HEAD', str(head_folder))}"
+        run(flags_of_chat, "--target", model_folder, base=prompted(flags))
         out, err = capsys.readouterr()
         assert err.count("exceed the context") == 1
         return out.removesuffix("\n").split("\n")
 
     kept = answers(room=4096)
-    assert len(kept) == 5 and kept[0] == kept[3] == kept[4] and all(kept)
+    assert len(kept) == 8 and kept[0] == kept[4] == kept[5] and all(kept)
     assert read[0][1] == 0 and all(known > 0 for _, known in read[2:4]), read
     assert answers(room=0) == kept  # Each text has a new cache.
     claims.append(True)
