@@ -162,9 +162,10 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
     shell calls it, if nobody reads the output any longer. An error that is a bug is raised.
     kept: a sentence on what is not lost. smaller: the remedy when memory is full.
     """
-    for stream in sys.stdout, sys.stderr:  # A character that the screen cannot show must not stop the script.
+    # A character that the screen cannot show, or that is not in the input's encoding, must not stop the script.
+    for stream, errors in (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace"), (sys.stdin, "replace"):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors=errors)
     try:
         code = work()
         print(end="", flush=True)  # While an error of the output, such as a full disk, can still be reported.

@@ -396,7 +396,8 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     def answers(room):
         monkeypatch.setattr(playing, "ROOM", room)
         typed = ["a lamp?", "and now?", "", "/plain", "more", "/self", "so?", *["/new", "a lamp?"] * 2, "lamp " * 99]
-        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*typed, "wait", "again", "/quit", "lost"])))
+        content = "\n".join([*typed, "wait", "a caf\xe9?", "/quit", "lost"]).encode("latin-1")  # no UTF-8
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         read.clear()
         turns.clear()
         flags_of_chat = f"--chat --temperature 0 --maxLen 40 {words.replace('HEAD', str(head_folder))}"
