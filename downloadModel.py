@@ -114,8 +114,9 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
         if constants.SAFETENSORS_INDEX_FILE in (file.path for file in missing):
             with hub_errors(repo, complete.commit):
                 index = json.loads((unfinished / constants.SAFETENSORS_INDEX_FILE).read_text())["weight_map"]
-            if absent := set(index.values()) - {file.path for file in complete.files}:
-                raise UserError(f"{repo} has no {min(absent)}, which its index refers to; choose another revision")
+                absent = sorted(set(index.values()) - {file.path for file in complete.files})
+            if absent:
+                raise UserError(f"{repo} has no {absent[0]}, which its index refers to; choose another revision")
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:

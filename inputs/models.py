@@ -30,7 +30,7 @@ from inputs import files
 from inputs.commandLine import visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes, library_errors
-from inputs.hub import MANIFEST, UNFINISHED, Manifest
+from inputs.hub import UNFINISHED, Manifest
 from inputs.texts import ModelLimits, load_corpora
 from utils import UserError, out_of_memory
 
@@ -251,13 +251,14 @@ def numbered(device: str) -> int | str:
 
 
 def model_version(name: str | Path) -> str:
-    """Identifies the weights of a model: the hub's commit if downloadModel.py recorded one and no file has changed
-    since, else 'sha256:' and 16 digits of a hash of the safetensors files."""
+    """Identifies the weights of a model: the hub's commit if downloadModel.py recorded one and these are its files,
+    else 'sha256:' and 16 digits of a hash of the safetensors files."""
     folder = find_model(name)
     weights, manifest = weight_files(folder), Manifest.read(folder)
-    newest = max(path.stat().st_mtime for path in weights)
-    if manifest and manifest.commit and newest <= (folder / MANIFEST).stat().st_mtime:
-        return manifest.commit
+    if manifest and manifest.commit:
+        listed = {folder / file.path: file for file in manifest.files}
+        if all(path in listed and listed[path].matches(path) for path in weights):
+            return manifest.commit
     digest = hashlib.sha256()
     for path in weights:
         with open(path, "rb") as file:

@@ -94,6 +94,9 @@ def test_sharded_weights_come_with_their_index_and_those_of_an_older_revision_go
     del hub.models[NAME].files["model-00002-of-00002.safetensors"]
     shutil.rmtree(downloaded)
     assert_error(capsys, "has no model-00002-of-00002.safetensors")
+    for index in {"weight_map": []}, {"weight_map": {"a": 1, "b": "c"}}, []:
+        hub.models[NAME].files = others | shards | {"model.safetensors.index.json": json.dumps(index).encode()}
+        assert_error(capsys, "no usable answer")
     assert not downloaded.exists()
 
 

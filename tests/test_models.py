@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from engine.compiling import compiled
 from inputs import files, models
 from inputs.devices import pick_dtype
-from inputs.hub import MANIFEST, Manifest
+from inputs.hub import MANIFEST, Manifest, files_of
 from inputs.models import default_pair, find_model, load_model, load_tokenizer, model_version, weight_bytes
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -144,20 +144,20 @@ def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_fold
     assert torch.equal(load(model_folder).score(tokens), load(pair_folder / "target").score(tokens))
 
 
-def test_the_version_is_the_downloads_commit_until_a_weight_is_touched_and_then_a_hash(model_folder):
-    hashed = model_version(model_folder)
+def test_the_version_is_the_downloads_commit_while_its_weights_have_their_hashes(model_folder):
+    """A copy of other weights that keeps their time (cp -p) has another version."""
+    weights, hashed = model_folder / WEIGHTS, model_version(model_folder)
     assert hashed.startswith("sha256:") and len(hashed) == 23
-    Manifest("some/model", "0123456789abcdef").write(model_folder)
+    content = weights.read_bytes()
+    Manifest("some/model", "0123456789abcdef", files=files_of(model_folder)).write(model_folder)
     assert model_version(model_folder) == "0123456789abcdef"
-    (model_folder / "README.md").write_text("a word about it")
-    later = (model_folder / MANIFEST).stat().st_mtime + 60
-    os.utime(model_folder / "model.safetensors", (later, later))
-    assert model_version(model_folder) == hashed
-    (model_folder / MANIFEST).write_text("garbled")
-    content = bytearray((model_folder / "model.safetensors").read_bytes())
-    content[-1] ^= 1
-    (model_folder / "model.safetensors").write_bytes(content)
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(weights, (0, 0))
     assert model_version(model_folder).startswith("sha256:") and model_version(model_folder) != hashed
+    weights.write_bytes(content)
+    assert model_version(model_folder) == "0123456789abcdef"
+    (model_folder / MANIFEST).write_text("garbled")
+    assert model_version(model_folder) == hashed
 
 
 @pytest.mark.parametrize("model_type", ["gpt_neox", "unheard_of"])
