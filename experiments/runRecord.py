@@ -123,6 +123,7 @@ def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: M
         "device": device,
         "code": code_version(),
         "load": os.getloadavg()[0],
+        "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
         "models": dict(models),
     }

@@ -42,6 +42,7 @@ class RunLine(TypedDict):
     device: str
     code: NotRequired[str]  # the digest of the source
     load: NotRequired[float]  # of the machine, as the run began
+    waiting: NotRequired[str | None]  # OMP_WAIT_POLICY of the threads: "passive" if the machine was busy before
     machine: dict[str, Any]  # processor, cores, threads that torch computes with, system, and versions of libraries
     models: dict[str, ModelRecord]  # {role: model}
     processes: NotRequired[list[dict[str, str]]]  # the host, device and processor of each

@@ -39,12 +39,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         written, old = Path(temporary) / ".new", Path(temporary) / ".old"
         written.mkdir()
         yield written
-        if folder.exists():
-            folder.rename(old)
         try:
+            if folder.exists():
+                folder.rename(old)
             written.rename(folder)
-        except OSError:
-            if old.exists():
+        except BaseException:  # Ctrl-C too.
+            if old.exists() and not folder.exists():
                 old.rename(folder)
             raise
 

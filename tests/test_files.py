@@ -1,6 +1,7 @@
 """A file that is replaced is the old one or the new one, and leaves nothing else behind."""
 
 import os
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_file_gets_new_content_and_usual_permissions_or_stays_as_it_is(tmp_pat
     assert file.read_bytes().decode() == text and os.listdir(tmp_path) == ["text.txt"]
 
 
-def test_a_folder_appears_when_it_is_complete_and_a_lock_leaves_no_file(tmp_path):
+def test_a_folder_appears_when_it_is_complete_and_a_lock_leaves_no_file(tmp_path, monkeypatch):
     for text in "old", "new":
         with new_folder(tmp_path / "model") as written:
             (written / "text").write_text(text)
@@ -37,4 +38,14 @@ def test_a_folder_appears_when_it_is_complete_and_a_lock_leaves_no_file(tmp_path
         raise ZeroDivisionError
     with pytest.raises(OSError), new_folder(tmp_path / "model") as written:
         written.rmdir()  # So it cannot take the name.
+    rename = Path.rename
+
+    def interrupted(path, target):
+        rename(path, target)
+        if path.name == "model":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "model"):
+        pass
     assert (tmp_path / "model" / "text").read_text() == "new" and os.listdir(tmp_path) == ["model"]

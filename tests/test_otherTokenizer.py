@@ -263,6 +263,14 @@ def test_tokens_in_common_stand_for_the_same_text(kinds, ours, theirs):
     assert tuple(ends) in pairs
 
 
+def test_a_token_that_ends_the_drafts_texts_stands_for_one_token_alone():
+    """It is plain text in the draft's tokenizer, and in the target's, where another ends a text."""
+    draft = few(["a", "b", "<e>"])
+    draft.eos_token = "b"
+    translation = Translation(few(["a", "b", "<e>"]), draft)
+    assert dict(zip(translation.target.tolist(), translation.draft.tolist())) == {0: 0, 2: 1}
+
+
 def test_every_token_of_the_same_text_is_found_and_no_other(kinds):
     """A tokenizer beside itself has all tokens in common, beside one without some of them all but these."""
     whole = Translation(kinds["gpt2"], kinds["gpt2"])

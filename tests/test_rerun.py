@@ -202,7 +202,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     assert runRecord.without_comments(text) == 'x = f"{1 + 1} # {{}}"'
 
 
-def test_a_busy_machine_is_said():
+def test_a_busy_machine_is_said(monkeypatch):
     run = {"machine": {"cores": 2}, "load": 2.4}
     same = {"kind": "speed", "mode": "compare", "promptLen": 8, "temperature": 1.0}
     texts = [measurement(tpot=seconds, **same) for seconds in (0.01, 0.02, 0.09, None)]
@@ -217,4 +217,6 @@ def test_a_busy_machine_is_said():
     fast = [line | {"method": "fixed", "throughput": 30.0, "drafted": 4} for line in plain]
     (wrong,) = runRecord.strained(run, [*plain, *fast])
     assert "fixed is 3.00 times" in wrong and "at most 2.00 tokens" in wrong
-    assert runRecord.origin([], {}, "cpu", {})["load"] >= 0
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    origin = runRecord.origin([], {}, "cpu", {})
+    assert origin["load"] >= 0 and origin["waiting"] == "passive"
