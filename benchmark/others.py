@@ -30,7 +30,7 @@ from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, EngineLine, GreedyAuditFigures
 from experiments.speed import Timed, Written
 from inputs.devices import available_memory
-from inputs.models import model_version
+from inputs.models import model_limits, model_version
 from inputs.progress import followed
 from inputs.texts import write_texts
 from lossless.audit import Auditor
@@ -185,7 +185,8 @@ def method_of(name: str, inputs: Inputs, batch: int = 1) -> OtherMethod:
     """A method of another program, which is not loaded yet. batch: the texts that it must be able to decode at once."""
     if METHODS[name].engine != "generate":
         return Peer(name, inputs.dtype, batch)
-    vocabulary, gamma = len(inputs.tokenizer), inputs.settings.decoding.gamma_of("fixed")
+    vocabulary = model_limits(inputs.folders["target"], inputs.tokenizer).vocabulary
+    gamma = inputs.settings.decoding.gamma_of("fixed")
     return LibraryMethod(name, inputs.library, vocabulary, gamma, batch, inputs.tokenizer)
 
 

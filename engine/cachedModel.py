@@ -153,7 +153,7 @@ class CachedModel(Model):
             self.store.features = torch.zeros(rows, capacity + 1, d, device=self.device)
 
     def prefill(self, rows: Rows) -> Tensor:
-        """Features are written only if a model of these rows reads them. Tokens that were read without are read again."""
+        """Features are written only if a model of these rows reads them. What was read without, is read again."""
         keeps = any(model.reads_features for model in rows.models)
         if keeps and not self.store.keeps:
             self.remembered = ()

@@ -128,6 +128,9 @@ class Inputs:
             tokenizer = self.translation.tokenizer if role == "draft" and self.translation else self.tokenizer
             models[role] = load_model(folder, tokenizer, dtype, device, self.tokens, spread, caches.get(device, 0))
         models = {role: models[role] for role in self.folders if role in models}
+        sharing = [model for role, model in models.items() if role != "draft" or not self.translation]
+        for model in sharing:  # One may lack the logits of a special token.
+            model.vocabulary = min(other.vocabulary for other in sharing)
         if roles := self.roles_of("self"):
             bits = [self.settings.models.bits] if self.settings.models.bits else list(BITS)
             self.copies = self.processes.in_turn(lambda: make_copies(models["target"], bits))
@@ -138,7 +141,7 @@ class Inputs:
         if self.frequent is not None:
             models["restricted"] = RestrictedModel(models["draft"], self.frequent)
         if self.translation is not None:
-            models["draft"] = RestrictedModel(models["draft"], self.translation.draft)
+            models["restricted"] = RestrictedModel(models["draft"], self.translation.draft)
         return models
 
     def in_order(self, roles: Container[str] | None = None) -> list[tuple[str, Path]]:

@@ -87,7 +87,9 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     inputs.tokens = max([slots, *audited, chosen.window if inputs.texts else 0])
     inputs.slots = slots if settings.rows > 1 else 0
     if settings.models.draft_vocab:
-        inputs.frequent = models.most_frequent(settings.models.draft_vocab, tokenizer, ends)
+        inputs.frequent = models.most_frequent(
+            settings.models.draft_vocab, tokenizer, min(model.vocabulary for model in limits), ends
+        )
     return inputs
 
 
@@ -166,7 +168,9 @@ def translation_of(
     ):
         if clash:
             raise UserError(f"{names[1]} has another tokenizer than {names[0]}, {why}")
-    return Translation(tokenizer, of_draft, names)
+    others = (models.model_limits(folder, tokenizer) for role, folder in folders.items() if role != "draft")
+    sizes = min(model.vocabulary for model in others), models.model_limits(folders["draft"], of_draft).vocabulary
+    return Translation(tokenizer, of_draft, names, sizes)
 
 
 def report_translation(inputs: Inputs, translation: Translation) -> None:

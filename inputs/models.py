@@ -129,8 +129,14 @@ def working_bytes(config: PretrainedConfig, tokens: int) -> int:
     return WORKING_MEMORY + 4 * tokens * floats
 
 
+def vocabulary_of(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many logits of a model are those of tokens. Ids may have gaps, so that the largest one counts."""
+    return min(config.get_text_config().vocab_size, 1 + max(tokenizer.get_vocab().values()))
+
+
 def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimits:
-    return ModelLimits(folder.name, len(tokenizer), context_of(read_config(folder).get_text_config()))
+    config = read_config(folder)
+    return ModelLimits(folder.name, vocabulary_of(config, tokenizer), context_of(config.get_text_config()))
 
 
 def read_config(folder: Path) -> PretrainedConfig:
@@ -160,9 +166,10 @@ def load_model(
         kind = f"a model of type {config.model_type}, which is not a causal language model in transformers"
         raise UserError(f"{folder} is {kind}; name another model")
     check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    size = config.get_text_config().vocab_size
-    if size < len(tokenizer):
-        counts = f"{folder.name} has {size} tokens and its tokenizer {len(tokenizer)}"
+    size, added = config.get_text_config().vocab_size, tokenizer.added_tokens_decoder
+    beyond = {index for index in tokenizer.get_vocab().values() if index >= size}
+    if any(index not in added or not added[index].special for index in beyond):  # Gemma 3 lacks that of an image.
+        counts = f"{folder.name} has {size} tokens and its tokenizer {1 + max(beyond)}"
         raise UserError(f"{counts}: they do not belong together; download both again from one place")
     with memory_errors(folder, device), library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -184,7 +191,7 @@ def load_model(
         why = f"{min(wrong)} is missing, unexpected or has another shape"
         remedy = "download both again from the same source"
         raise UserError(f"{folder}: config.json and the weights do not match ({why}); {remedy}")
-    loaded = CachedModel(model, len(tokenizer), visible(folder.name, ""))
+    loaded = CachedModel(model, vocabulary_of(config, tokenizer), visible(folder.name, ""))
     if loaded.is_spread:
         places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
         layers = f"its layers are on {' and '.join(sorted(places))}, and are computed where there is a GPU"
@@ -312,18 +319,18 @@ def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[in
     return frozenset(token for token in (*ids, tokenizer.eos_token_id) if token is not None)
 
 
-def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int]) -> Tensor:
-    """The `count` most frequent tokens of the sample texts, int64 `[count]` in ascending order.
+def most_frequent(count: int, tokenizer: PreTrainedTokenizerBase, vocabulary: int, ends: Iterable[int]) -> Tensor:
+    """The `count` most frequent tokens of the sample texts among `vocabulary`, int64 `[count]` in ascending order.
 
     ends: tokens that are always among them. Equally frequent and unseen tokens are taken by id: a byte-pair encoding
-    numbers its tokens roughly by frequency. Raises UserError if the tokenizer has fewer tokens.
+    numbers its tokens roughly by frequency. Raises UserError if there are fewer tokens.
     """
-    if count > len(tokenizer):
-        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {len(tokenizer)} tokens")
-    counts = torch.zeros(len(tokenizer), dtype=torch.long)
+    if count > vocabulary:
+        raise UserError(f"--draftVocab {count} exceeds the vocabulary of {vocabulary} tokens")
+    counts = torch.zeros(vocabulary, dtype=torch.long)
     for corpus in load_corpora("sample"):
         for document in corpus.documents:
             ids = torch.tensor(tokenizer(document, verbose=False)["input_ids"], dtype=torch.long)
-            counts += torch.bincount(ids, minlength=len(tokenizer))
-    counts[[token for token in ends if token < len(tokenizer)]] = counts.sum() + 1
+            counts += torch.bincount(ids, minlength=vocabulary)
+    counts[[token for token in ends if token < vocabulary]] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:count].sort().values

@@ -40,10 +40,11 @@ class Tokens:
     contents: the bytes of each token; None for a special token, which stands for no text. ids: {bytes: id}. special:
     {name: id} of the special tokens; the end of text has the same name for all tokenizers. front: the ids before every
     text, such as a beginning of text. adds_space: a space is put before every text, as SentencePiece does.
-    Raises UserError if the tokenizer of the model `name` writes its tokens in an unknown way.
+    name, vocabulary: of the model; it has no logits for other ids. Raises UserError if its tokenizer writes tokens in
+    an unknown way.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str, vocabulary: int) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = json.dumps(json.loads(backend.to_str())["decoder"]) if backend is not None else ""
         kinds = set(re.findall(r'"type": "(\w+)"', decoder))  # of the decoder and its parts
@@ -53,9 +54,9 @@ class Tokens:
                 "its tokens are not known; name two models that share one tokenizer"
             )
         byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}  # as byte-level tokenizers write bytes
-        self.contents: list[bytes | None] = [None] * len(tokenizer)
+        self.contents: list[bytes | None] = [None] * vocabulary
         for token, index in tokenizer.get_vocab().items():
-            if index >= len(tokenizer):
+            if index >= vocabulary:
                 continue
             if "ByteFallback" in kinds and (fallback := re.fullmatch(FALLBACK, token)):
                 self.contents[index] = bytes([int(fallback[1], 16)])
@@ -64,7 +65,7 @@ class Tokens:
                 self.contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
             else:
                 self.contents[index] = token.replace(SPACE, " ").encode()
-        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < len(tokenizer)}
+        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < vocabulary}
         for index, token in added.items():  # Added tokens are plain text.
             self.contents[index] = None if token.special else token.content.encode()
         # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
@@ -81,9 +82,10 @@ class Tokens:
 class Translation:
     """From the tokenizer of a target to that of a draft.
 
-    target, draft: int64 `[N]`, the ids of the tokens that both have, in the same order. vocabulary: the target's
-    number of tokens. tokenizer: the draft's. names: of the two models, for messages. contents: the bytes of each of the
-    target's tokens, for a special token those of its name. special: {the target's id: the draft's} of special tokens.
+    target, draft: int64 `[N]`, the ids of the tokens that both have, in the same order. vocabulary: the target's, the
+    first of `vocabularies`. tokenizer: the draft's. names: of the two models, for messages. contents: the bytes of each
+    of the target's tokens, for a special token those of its name. special: {the target's id: the draft's} of special
+    tokens. vocabularies: of the two models; None: up to the largest ids of their tokenizers.
     Raises UserError if they have no token in common, or if the bytes of their tokens are not known.
     """
 
@@ -92,9 +94,12 @@ class Translation:
         target: PreTrainedTokenizerBase,
         draft: PreTrainedTokenizerBase,
         names: tuple[str, str] = ("target", "draft"),
+        vocabularies: tuple[int, int] | None = None,
     ) -> None:
-        self.names, self.vocabulary, self.tokenizer = names, len(target), draft
-        self.tokens, self.draft_tokens = ours, theirs = Tokens(target, names[0]), Tokens(draft, names[1])
+        sizes = vocabularies or [1 + max(tokenizer.get_vocab().values()) for tokenizer in (target, draft)]
+        self.names, self.vocabulary, self.tokenizer = names, sizes[0], draft
+        self.tokens, self.draft_tokens = Tokens(target, names[0], sizes[0]), Tokens(draft, names[1], sizes[1])
+        ours, theirs = self.tokens, self.draft_tokens
         pairs = {ours.ids[content]: theirs.ids[content] for content in ours.ids if content in theirs.ids}
         if not pairs:
             raise UserError(f"the tokenizers of {names[0]} and {names[1]} have no token in common; name another draft")
@@ -102,6 +107,9 @@ class Translation:
         partners: dict[int, int] = {}  # Two special tokens of the target may stand for one of the draft's.
         for target_id, draft_id in self.special.items():
             partners.setdefault(draft_id, target_id)
+        # A token that ends the draft's texts may be plain text too. It stands for one token of the target, or q would
+        # count it twice.
+        pairs = {target_id: draft_id for target_id, draft_id in pairs.items() if draft_id not in partners}
         pairs |= {target_id: draft_id for draft_id, target_id in partners.items()}
         self.target, self.draft = (torch.tensor(ids) for ids in zip(*sorted(pairs.items())))
         added = {index: token.content.encode() for index, token in target.added_tokens_decoder.items()}

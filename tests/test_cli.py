@@ -19,6 +19,8 @@ from localHub import Repository
 
 from engine.cachedModel import CachedModel
 from experiments import settings, sweep
+from experiments.prepare import load_inputs
+from experiments.processes import SINGLE
 from experiments.schema import name_of_kind
 from inputs.models import load_tokenizer
 from inputs.texts import encode_chat
@@ -229,7 +231,7 @@ def foreign(tmp_path_factory):
     return folder
 
 
-def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(run, foreign, tmp_path, capsys):
+def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(run, flags, foreign, tmp_path, capsys):
     greedy = "--temperature 0 --dtype float32 --gamma 3"
     same = run(f"{greedy} --ppl 0", out=tmp_path / "same")
     other = run(f"{greedy} --draft", foreign, out=tmp_path / "other")
@@ -239,6 +241,10 @@ def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(run, foreign, 
     assert len(said) == 1 and "tokens that both have" in said[0] and "Perplexities" in said[0]
     assert {m["kind"] for m in other} == {"run", "speed", "end"}
     run("--rerun 1", base=[], out=tmp_path / "other")
+    inputs = load_inputs(settings.parse([*flags, "--speed", "--draft", str(foreign)]), SINGLE)
+    models = inputs.load("float32")  # The output layer of what guesses is cut, not that of the draft alone.
+    tokens = {role: model.score(torch.tensor([[1, 2]])).isfinite().sum() // 2 for role, model in models.items()}
+    assert tokens["restricted"] == len(inputs.translation.draft) < tokens["draft"]
 
 
 @pytest.mark.parametrize(
@@ -361,9 +367,7 @@ def chat(run, flags, model_folder, tmp_path):
     return play
 
 
-@pytest.mark.parametrize(
-    "words", ["", "--compile", "--lookupFirst", "--draft head --head HEAD"]
-)
+@pytest.mark.parametrize("words", ["", "--compile", "--lookupFirst", "--draft head --head HEAD"])
 def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     run, flags, model_folder, head_folder, monkeypatch, capsys, words
 ):
@@ -387,11 +391,15 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     def encode(questions, answers, tokenizer, model):
         written = [rows.tokens[0] for rows in turns[len(turns) - len(answers) :]]
         parts = [encode_chat([question], [], tokenizer, model) for question in questions]
-        return [token for pair in itertools.zip_longest(parts, written, fillvalue=[]) for part in pair for token in part]
+        return [
+            token for pair in itertools.zip_longest(parts, written, fillvalue=[]) for part in pair for token in part
+        ]
 
     monkeypatch.setattr(CachedModel, "prefill", spied)
     monkeypatch.setattr(playing, "encode_chat", encode)
-    monkeypatch.setattr(LookupDrafter, "find", lambda drafter, rows, gammas: [[0]] * rows.size)  # The draft never reads.
+    monkeypatch.setattr(
+        LookupDrafter, "find", lambda drafter, rows, gammas: [[0]] * rows.size
+    )  # The draft never reads.
 
     def answers(room):
         monkeypatch.setattr(playing, "ROOM", room)

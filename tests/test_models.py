@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import CONTEXT, PADDED, VOCABULARY, refused
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from engine.compiling import compiled
@@ -117,6 +118,10 @@ def test_a_tokenizer_larger_than_the_model_and_too_little_memory_are_refused(mod
     with refused(f"model has {PADDED} tokens and its tokenizer {PADDED + 1}", "do not belong together", "download"):
         load(model_folder, tokenizer)
     needed = weight_bytes(model_folder, torch.float32) + models.WORKING_MEMORY
+    tokenizer = load_tokenizer(model_folder)
+    tokenizer.add_tokens([f"more {i}" for i in range(PADDED - VOCABULARY)])
+    tokenizer.add_tokens([AddedToken("<image>", special=True)])  # As of Gemma 3, which has no logits for it.
+    assert load(model_folder, tokenizer).vocabulary == PADDED
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("it was loaded"))
     monkeypatch.setattr(models, "available_memory", lambda device: needed - 1)
     with refused("needs about 3", " MB in float32 and cpu has 3", "smaller dtype"):
@@ -132,6 +137,11 @@ def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(mod
     assert model.model.config.vocab_size == PADDED
     assert logits.shape == (1, 3, VOCABULARY) and logits.dtype == torch.float32 and bool(logits.isfinite().all())
     assert weight_bytes(model_folder, model.dtype) == sum(weight.nbytes for weight in model.model.parameters())
+    content = json.loads((model_folder / "tokenizer.json").read_text())
+    token = max(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    content["model"]["vocab"][token] = PADDED - 2  # Ids with a gap
+    (model_folder / "tokenizer.json").write_text(json.dumps(content))
+    assert load(model_folder, dtype=dtype).vocabulary == PADDED - 1
 
 
 def test_weights_in_several_files_load_to_the_same_model(pair_folder, model_folder):

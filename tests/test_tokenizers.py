@@ -66,11 +66,11 @@ def test_the_most_frequent_tokens_of_the_sample_texts(pair_folder):
     ranked = sorted(range(len(tokenizer)), key=lambda i: (i != tokenizer.eos_token_id, -counts[i], i))
     assert counts.count(0) > 1  # the order of the unseen shows
     for count in 1, 2, 50, len(tokenizer) - 1, len(tokenizer):
-        assert most_frequent(count, tokenizer, [tokenizer.eos_token_id]).tolist() == sorted(ranked[:count])
+        assert most_frequent(count, tokenizer, VOCABULARY, [tokenizer.eos_token_id]).tolist() == sorted(ranked[:count])
     rare = ranked[-1]
-    assert most_frequent(3, tokenizer, [rare, 0, VOCABULARY + 5]).tolist() == sorted([0, ranked[1], rare])
+    assert most_frequent(3, tokenizer, VOCABULARY, [rare, 0, VOCABULARY + 5]).tolist() == sorted([0, ranked[1], rare])
     with refused("--draftVocab 301", "300"):
-        most_frequent(301, tokenizer, [])
+        most_frequent(301, tokenizer, VOCABULARY, [])
 
 
 @pytest.mark.parametrize("before", [[], [END_OF_TEXT]])
