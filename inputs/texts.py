@@ -191,10 +191,10 @@ def find_prompts(name: str) -> Path:
 def question_of(number: int, fields: Any) -> Question:
     """The question of a line. Raises ValueError for a line that cannot be used."""
     if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
-        raise ValueError('this is no object with "prompt" or "turns"')
+        raise ValueError('this is not an object with "prompt" or "turns"')
     turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]
     if not isinstance(turns, list) or not turns or not all(is_text(turn) and turn.strip() for turn in turns):
-        raise ValueError('"turns" is no list of texts' if "turns" in fields else '"prompt" is no text')
+        raise ValueError('"turns" is not a list of texts' if "turns" in fields else '"prompt" is not text')
     if not is_text(fields.get("category")) or not fields["category"].strip():
         raise ValueError('there is no "category", a word')
     return Question(number, " ".join(fields["category"].split()), tuple(turns))
@@ -289,7 +289,7 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimit
     def parse(number: int, fields: Any) -> AuditText:
         """The text of a line. Raises ValueError for a line that cannot be used."""
         if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
-            raise ValueError('this is no object with "prompt" and with "tokens" or "text"')
+            raise ValueError('this is not an object with "prompt" and with "tokens" or "text"')
         prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
         if was_text:
             tokens = ids_after(prompt, fields["prompt"], fields["text"], tokenizer)
@@ -312,7 +312,7 @@ def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedToken
     if tokenizer is not None and isinstance(value, str):
         return encode([checked(value, name)], tokenizer)[0]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
-        raise ValueError(f'"{name}" is no list of token ids' + (" and no text" if tokenizer is not None else ""))
+        raise ValueError(f'"{name}" is not a list of token ids' + (", nor text" if tokenizer is not None else ""))
     for token in value:
         if not 0 <= token < model.vocabulary:
             raise ValueError(f'"{name}" has token {token}, and {model.name} has tokens 0 to {model.vocabulary - 1}')
@@ -322,7 +322,7 @@ def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedToken
 def checked(value: Any, name: str) -> str:
     """`value`, if it is text. Raises ValueError otherwise."""
     if not is_text(value):
-        raise ValueError(f'"{name}" is no text')
+        raise ValueError(f'"{name}" is not text')
     return value
 
 

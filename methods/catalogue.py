@@ -19,7 +19,8 @@ from utils import UserError
 
 class Role(str, Enum):
     """The models that a method needs beside the target. DRAFT: one that guesses; READER: a draft that can read a text
-    by itself; EXPERT: one that is another model than the target and knows every token."""
+    by itself; EXPERT: one that is another model than the target and knows every token; MID: the middle one of a
+    cascade; SELF: the target's copy in few bits; HEAD: a trained head."""
 
     DRAFT = "draft"
     READER = "draft model"
@@ -35,13 +36,12 @@ class Role(str, Enum):
 
 
 def no_clock(decoding: Decoding) -> bool:
-    """Whether tokens are repeatable: costAware and --tree auto depend on measured times, so tokens differ from run to
-    run."""
+    """Whether tokens are repeatable: with costAware and --tree auto they depend on measured times."""
     return decoding.draft_length != "costAware" and decoding.tree != "auto"
 
 
 def fixed_tree(decoding: Decoding) -> bool:
-    """As `no_clock`, of a method that always guesses a tree: without --tree its shape is auto."""
+    """Whether the tree has a fixed shape, so that tokens are repeatable; without --tree it is auto."""
     return decoding.tree not in (None, "auto")
 
 
@@ -203,13 +203,12 @@ def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:
     """Raise UserError if one of these methods lacks a model."""
     for name in names:
         for role in METHODS[name].needs:
-            if role is Role.EXPERT and role not in roles:
-                raise UserError(
-                    f"{name} needs another model beside the target, one that knows every token; name it with --draft, "
-                    "and leave out --draftVocab"
-                )
-            if role not in roles:
-                raise UserError(f"{name} needs a {role.model} model beside the target; name one with --{role.model}")
+            if role in roles:
+                continue
+            if role is Role.EXPERT:
+                what = "another model beside the target, one that knows every token"
+                raise UserError(f"{name} needs {what}; name it with --draft, and leave out --draftVocab")
+            raise UserError(f"{name} needs a {role.model} model beside the target; name one with --{role.model}")
 
 
 def repeatable(name: str, decoding: Decoding) -> bool:
@@ -219,5 +218,4 @@ def repeatable(name: str, decoding: Decoding) -> bool:
 
 def build(names: Iterable[str], models: Models, decoding: Decoding) -> dict[str, Sampler]:
     """{name: sampler} of the methods that are computed in this process."""
-    makers = {name: METHODS[name].make for name in names}
-    return {name: make(models, decoding) for name, make in makers.items() if make}
+    return {name: make(models, decoding) for name in names if (make := METHODS[name].make)}

@@ -35,7 +35,8 @@ class Continuations:
         for end in range(self.size, len(text)):
             context, token = tuple(text[max(0, end - self.sizes[-1]) : end]), text[end]
             following = [self.counts.setdefault(context[-n:], {}) for n in self.sizes if n <= len(context)]
-            if test and (longest := sum(map(bool, following))):  # What occurred before, did so with all its endings.
+            # An n-gram that occurred before, occurred with all its shorter suffixes: the sizes found are consecutive.
+            if test and (longest := sum(map(bool, following))):
                 n = min(self.sizes[longest - 1], 4)
                 self.tested[n] += 1
                 self.right[n] += likeliest(following[longest - 1]) == token
@@ -153,7 +154,7 @@ class LookupFirst(Drafter):
         # How many of the last tokens `drafter` must read: at least two, as in any round.
         unread = []
         for number, text in zip(rows.numbers, rows.texts):
-            # Of a text that it guessed for it has read all but the last guess, and not the target's own token.
+            # If it guessed for this text last round, it has read all but its last guess and the target's token.
             most = len(text) - 2 - self.replaced
             unread.append(len(text) - min(self.read.get(number, most), most))
         missed = max((count for count, gamma in zip(unread, others) if gamma), default=0)

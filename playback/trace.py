@@ -82,7 +82,7 @@ class Pieces:
     """A decoder of one token at a time. All pieces joined, and `rest()` after them, are the decoded text.
 
     If a token ends within a character, its bytes are held back until the character is whole. Only the tokens since the
-    last boundary between characters but one are decoded: a token costs the same however long the text is.
+    last but one boundary between characters are decoded: a token costs the same however long the text is.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

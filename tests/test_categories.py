@@ -60,15 +60,15 @@ def test_all_categories_of_mt_bench_are_one_task_and_a_few_are_not(tmp_path):
 WRONG = {
     "not JSON": "{'prompt': 'x'}",
     '"prompt" or "turns"': '["x"]',
-    "no text": '{"prompt": " ", "category": "story"}',
-    "is no text": '{"prompt": 7, "category": "story"}',
-    "no list of texts": '{"turns": ["x", ""], "category": "story"}',
-    "is no list": '{"turns": [], "category": "story"}',
+    "not text": '{"prompt": " ", "category": "story"}',
+    "is not text": '{"prompt": 7, "category": "story"}',
+    "not a list of texts": '{"turns": ["x", ""], "category": "story"}',
+    "is not a list": '{"turns": [], "category": "story"}',
     "category": '{"prompt": "x"}',
     '"category"': '{"prompt": "x", "category": " "}',
     "'rare' has only this prompt": '{"prompt": "x", "category": "rare"}',
-    '"turns" is no list of texts': '{"turns": "x", "category": "story"}',
-    '"prompt" is no text': '{"prompt": "\\ud800", "category": "story"}',
+    '"turns" is not a list of texts': '{"turns": "x", "category": "story"}',
+    '"prompt" is not text': '{"prompt": "\\ud800", "category": "story"}',
 }
 
 
