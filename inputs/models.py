@@ -307,7 +307,8 @@ def check_tokenizers(
 
 def end_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end a text of the model in a folder: those that transformers' `generate` stops at, which are in
-    generation_config.json or else in config.json, and the tokenizer's own. Raises UserError if a file names something that is not a token id."""
+    generation_config.json or else in config.json, and the tokenizer's own. Raises UserError if a file names something
+    that is not a token id."""
     named: object = None
     for file in folder / "generation_config.json", folder / "config.json":
         if named is None and file.is_file():

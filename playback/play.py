@@ -28,7 +28,6 @@ from inputs.commandLine import visible
 from inputs.files import replace_file
 from inputs.texts import encode_chat
 from methods.catalogue import build, repeatable
-from methods.samplers import Sampler
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
 from utils import UserError
 
@@ -47,8 +46,8 @@ SAMPLE, SAMPLE_TOKENS = "Write a sentence about the sea.", 32  # an answer from 
 
 
 def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
-    """Continue the first prompt, or answer the questions, by the method of the settings: on the screen, in a
-    file, or both. Loads the models. argv: the command line. Returns the exit code, 130 after Ctrl-C.
+    """Continue the first prompt, or answer each question after the answers to those before it, by the method of the
+    settings: on the screen, in a file, or both. argv: the command line. Returns the exit code, 130 after Ctrl-C.
 
     The file is a page, or the record of the turns as JSON. It holds the turns that were begun, also after Ctrl-C or an
     error.
@@ -62,9 +61,27 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     pace = PACE if show and repeatable(name, settings.decoding) else 0
     screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
     screen.console.quiet = not show
-    turns: list[Turn] = []
+    questions, max_len = settings.texts.questions, settings.sampling.max_len_of("show")
+    options: dict[str, Any] = {"max_len": max_len, "sampling": settings.sampling.of("show"), "end_of_text": inputs.ends}
+    options["generator"] = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
+    turns, answers = list[Turn](), list[str]()
     try:
-        play_turns(inputs, sampler, screen, turns)
+        for number in range(len(questions) or 1):
+            if questions:
+                prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
+                shown = f"> {questions[number]}\n\n"
+            else:
+                prompt = inputs.rows[0]
+                shown = tokenizer.decode(prompt)
+            trace, note = Trace(screen.round), "not finished"
+            turns.append(Turn(shown, trace.rounds))
+            screen.begin(shown)
+            try:
+                (text,), _ = sampler([prompt], callback=trace.callback, observer=trace.observer, **options)
+                note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
+            finally:
+                screen.end(trace, note)
+            answers.append(tokenizer.decode(text, skip_special_tokens=True))
     except KeyboardInterrupt:
         return 130
     finally:
@@ -76,31 +93,6 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
             facts = {role: model.name for role, model in models.items()}
             write_file(file, html_page(turns, tokenizer, "Speculative decoding, round by round", facts))
     return 0
-
-
-def play_turns(inputs: Inputs, sampler: Sampler, screen: "Screen", turns: list[Turn]) -> None:
-    """Continue the first prompt, or answer each question after the answers to those before it. Each turn is added to
-    `turns` when it begins."""
-    settings, tokenizer, questions = inputs.settings, inputs.tokenizer, inputs.settings.texts.questions
-    max_len, answers = settings.sampling.max_len_of("show"), list[str]()
-    options: dict[str, Any] = {"max_len": max_len, "sampling": settings.sampling.of("show"), "end_of_text": inputs.ends}
-    options["generator"] = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
-    for number in range(len(questions) or 1):
-        if questions:
-            prompt = encode_chat(questions[: number + 1], answers, tokenizer, settings.models.target)
-            shown = f"> {questions[number]}\n\n"
-        else:
-            prompt = inputs.rows[0]
-            shown = tokenizer.decode(prompt)
-        trace, note = Trace(screen.round), "not finished"
-        turns.append(Turn(shown, trace.rounds))
-        screen.begin(shown)
-        try:
-            (text,), _ = sampler([prompt], callback=trace.callback, observer=trace.observer, **options)
-            note = "the model ended the text" if inputs.ends(0, text[-1]) else f"cut at --maxLen {max_len}"
-        finally:
-            screen.end(trace, note)
-        answers.append(tokenizer.decode(text, skip_special_tokens=True))
 
 
 class Screen:
@@ -214,16 +206,16 @@ class Chat:
     """Loaded models and a conversation: `questions`, and the `answers` to them."""
 
     def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.settings, self.tokenizer = inputs, inputs.settings, inputs.tokenizer
+        self.inputs, settings, self.tokenizer = inputs, inputs.settings, inputs.tokenizer
         with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
             models = inputs.load_first()
-        self.samplers = build(["target", "speculative"], dict(models), self.settings.decoding)
+        self.samplers = build(["target", "speculative"], dict(models), settings.decoding)
         self.target = models["target"]
         # A draft with another tokenizer reads other tokens.
         self.drafts = [model for model in models.values() if model is not self.target and not inputs.translation]
-        generator = torch.Generator(inputs.device).manual_seed(self.settings.measuring.seed)
-        self.options: dict[str, Any] = {"sampling": self.settings.sampling.of("show"), "generator": generator}
-        self.max_len = self.settings.sampling.max_len_of("show")
+        generator = torch.Generator(inputs.device).manual_seed(settings.measuring.seed)
+        self.options: dict[str, Any] = {"sampling": settings.sampling.of("show"), "generator": generator}
+        self.max_len = settings.sampling.max_len_of("show")
         self.context = min(model.context for model in models.values())
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self.console = Console(highlight=False, soft_wrap=True)
@@ -232,7 +224,7 @@ class Chat:
     def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
         """Decode an answer, until Ctrl-C at most. Where the context is too short for the conversation, its oldest
         questions and answers are left out."""
-        encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.settings.models.target)
+        encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.inputs.settings.models.target)
         while len(prompt := encode(self.questions, self.answers)) + self.max_len > self.context and self.answers:
             del self.questions[0], self.answers[0]
         count, pieces = itertools.count(1), Pieces(self.tokenizer)
