@@ -35,11 +35,8 @@ class Contrast(Model):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        """Both models read the block into their caches; the contrastive scores.
-
-        If the amateur also guesses, it has read most of the block before and writes the same values again. This one
-        forward also gives the score after the last guess, so the bonus token is no special case.
-        """
+        """Both models read the block into their caches. An amateur that also guesses has read most of it before, and
+        writes the same values again."""
         device = self.amateur.device
         amateur = self.amateur.forward(tokens.to(device), positions.to(device))
         return self.scores(self.expert.forward(tokens, positions), amateur)
@@ -48,8 +45,8 @@ class Contrast(Model):
         return self.scores(self.expert.prefill(rows), self.amateur.prefill(rows))
 
     def copy_row(self, source: int, row: int) -> None:
-        for model in (self.expert, self.amateur):
-            model.copy_row(source, row)
+        self.expert.copy_row(source, row)
+        self.amateur.copy_row(source, row)
 
     def rows_computed(self, rows: int) -> int:
         return max(self.expert.rows_computed(rows), self.amateur.rows_computed(rows))

@@ -50,7 +50,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     records: list[Record] | None = None
 
 
-# {model: {bits: its copy}}. A copy keeps no reference to the model.
+# {model: {bits: its copy}}
 _COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
 
 
@@ -79,10 +79,9 @@ class speculative:  # called like a function, as `torch.no_grad` is
     bits: int = 4
 
     def __post_init__(self) -> None:
-        draft: Any = self.draft
-        is_path = isinstance(draft, (str, Path))
-        if not (Path(draft).is_dir() if is_path else isinstance(draft, (PreTrainedModel, NoneType))):
-            raise ValueError(f"the draft must be a transformers model or a head's folder, not {draft!r:.60}")
+        is_folder = isinstance(self.draft, (str, Path)) and Path(self.draft).is_dir()
+        if not is_folder and not isinstance(self.draft, (PreTrainedModel, NoneType)):
+            raise ValueError(f"the draft must be a transformers model or a head's folder, not {self.draft!r:.60}")
         if self.verify not in RULES:
             raise ValueError(f"verify must be one of {', '.join(RULES)}, not {self.verify!r}")
         if self.bits not in BITS:

@@ -1,5 +1,4 @@
-"""`ModelDrafter`: a smaller model guesses the target's next tokens. The other drafters are in lookup.py, cascade.py and
-otherTokenizer.py; decoding/drafter.py documents a drafter's methods."""
+"""`ModelDrafter`: a smaller model guesses the target's next tokens. decoding/drafter.py documents its methods."""
 
 from __future__ import annotations
 
@@ -62,10 +61,9 @@ class ModelDrafter(DrafterWithModel):
             return no_guesses(rows, self.model.vocabulary)
         model, draft_sampling = self.model, sampling.but(self.temperature, self.top_p)
         tokens, positions = (x.to(model.device) for x in rows.last(1 + self.unread(max(gammas)), max(gammas) - 1))
-        seen, going = rows.seen(model.vocabulary, sampling), rows.going.to(model.device)
+        seen, stop = rows.seen(model.vocabulary, sampling), length.stop if length else None
         seen = None if seen is None else seen.to(model.device)
-        stop = length.stop if length else None
-        u = rows.uniform(gammas).T.to(model.device)
+        u, going = rows.uniform(gammas).T.to(model.device), rows.going.to(model.device)
         # A row that guesses nothing now draws one token all the same: so the model reads what is committed.
         counts = [max(1, gamma) for gamma in gammas]
         ragged = counts if min(counts) < max(gammas) else None

@@ -1,5 +1,4 @@
-"""`LookupDrafter`: guesses from the text so far; `LookupFirst`: the same if there is a match, otherwise another
-drafter."""
+"""`LookupDrafter`: guesses from the text so far; `LookupFirst`: else from another drafter."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -78,8 +77,8 @@ class LookupDrafter(Drafter):
 
     ngram: shorter suffixes are not looked up.
     worth: a guess is made only if it and all guesses before it are right with an estimated probability of `worth` or
-        more (`Continuations.rate` over the generated tokens), so that it is worth its place in the target's forward.
-        Prompts do not count, because a model need not repeat itself as its prompt does.
+        more (`Continuations.rate` over the generated tokens). Prompts do not count, because a model need not repeat
+        itself as its prompt does.
 
     What is guessed depends on committed tokens alone, so nothing is dropped after it was drawn.
     """
@@ -106,9 +105,10 @@ class LookupDrafter(Drafter):
     def find(self, rows: Rows, gammas: Sequence[int]) -> list[list[int]]:
         """The guesses of each row, at most as many as its gamma; a row that has ended has none."""
         guesses = []
-        for i, (number, text, committed) in enumerate(zip(rows.numbers, rows.texts, rows.committed_lengths)):
+        state = zip(rows.numbers, rows.texts, rows.committed_lengths, rows.ended, gammas)
+        for number, text, committed, ended, gamma in state:
             self.known[number].read(text[:committed])
-            guesses.append([] if rows.ended[i] else self.known[number].guesses(text, gammas[i], self.worth))
+            guesses.append([] if ended else self.known[number].guesses(text, gamma, self.worth))
         return guesses
 
     def guesses(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> Guesses:

@@ -65,13 +65,14 @@ class Tokens:
                 self.contents[index] = bytes(byte_of[letter] for letter in token) if is_spelled else token.encode()
             else:
                 self.contents[index] = token.replace(SPACE, " ").encode()
-        added = {index: token for index, token in tokenizer.added_tokens_decoder.items() if index < vocabulary}
-        for index, token in added.items():  # Added tokens are plain text.
-            self.contents[index] = None if token.special else token.content.encode()
+        self.special: dict[str, int] = {}
+        for index, token in tokenizer.added_tokens_decoder.items():  # They are written as plain text.
+            if index < vocabulary:
+                self.contents[index] = None if token.special else token.content.encode()
+                self.special |= {token.content: index} if token.special else {}
         # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
         # by the ordinary token.
         self.ids = {content: index for index, content in enumerate(self.contents) if content}
-        self.special = {token.content: index for index, token in added.items() if token.special}
         if tokenizer.eos_token_id is not None:
             self.special["end of text"] = tokenizer.eos_token_id
         whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
@@ -100,17 +101,17 @@ class Translation:
         self.names, self.vocabulary, self.tokenizer = names, sizes[0], draft
         self.tokens, self.draft_tokens = Tokens(target, names[0], sizes[0]), Tokens(draft, names[1], sizes[1])
         ours, theirs = self.tokens, self.draft_tokens
-        pairs = {ours.ids[content]: theirs.ids[content] for content in ours.ids if content in theirs.ids}
-        if not pairs:
+        common = [(ours.ids[content], theirs.ids[content]) for content in ours.ids if content in theirs.ids]
+        if not common:
             raise UserError(f"the tokenizers of {names[0]} and {names[1]} have no token in common; name another draft")
         self.special = {ours.special[name]: theirs.special[name] for name in ours.special if name in theirs.special}
-        partners: dict[int, int] = {}  # Two special tokens of the target may stand for one of the draft's.
-        for target_id, draft_id in self.special.items():
-            partners.setdefault(draft_id, target_id)
-        # A token that ends the draft's texts may be plain text too. It stands for one token of the target, or q would
-        # count it twice.
-        pairs = {target_id: draft_id for target_id, draft_id in pairs.items() if draft_id not in partners}
-        pairs |= {target_id: draft_id for draft_id, target_id in partners.items()}
+        # A token that ends texts may be plain text too, or have two names. It has one partner: q counts it once.
+        pairs: dict[int, int] = {}
+        partners: set[int] = set()
+        for target_id, draft_id in (*self.special.items(), *common):
+            if target_id not in pairs and draft_id not in partners:
+                pairs[target_id] = draft_id
+                partners.add(draft_id)
         self.target, self.draft = (torch.tensor(ids) for ids in zip(*sorted(pairs.items())))
         added = {index: token.content.encode() for index, token in target.added_tokens_decoder.items()}
         self.contents = [content or added.get(index, b"") for index, content in enumerate(ours.contents)]
@@ -186,10 +187,9 @@ class OtherTokenizerDrafter(Drafter):
     """A model with its own tokenizer guesses. It reads the committed text in its own tokens, and draws only tokens that
     both tokenizers have: `model` gives all others no probability (`engine.sharedWeights.RestrictedModel`).
 
-    Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. So verification
-    uses the q that a guess was drawn from, and the text stays the target's. In each round the end of the text is
-    encoded anew, because its last tokens may have merged with what came after. The KV cache keeps what is still the
-    same, and the model reads on from there. A row that outgrows the draft's room gets no more guesses.
+    Its q, renormalised over these tokens, is carried over to the target's ids; elsewhere q is 0. In each round the end
+    of the text is encoded anew, because its last tokens may have merged with what came after. The KV cache keeps what
+    is still the same. A row that outgrows the draft's room gets no more guesses.
 
     temperature, top_p: as in `ModelDrafter`.
     """
@@ -243,9 +243,9 @@ class OtherTokenizerDrafter(Drafter):
         unread: list[int] = []
         for number, tokens, ended in zip(rows.numbers, rows.texts, rows.ended):
             known = self.held[number] + self.guessed.get(number, [])
-            text = self.held[number][:1] if ended else self.texts[number].row(tokens)
+            text = [] if ended else self.texts[number].row(tokens)
             fits.append(len(text) + gamma <= self.rows.capacity and not ended)
-            self.held[number] = text = text if fits[-1] else text[:1]
+            self.held[number] = text = text if fits[-1] else known[:1]
             unread.append(len(text) - min(len(commonprefix([text, known])), len(text) - 1))
         width = max(READ, *unread)
         texts = [self.held[number] for number in rows.numbers]

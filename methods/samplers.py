@@ -96,8 +96,8 @@ def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(LENGTH_RULES[rule]).parameters
 
 
-# A method with its models. It is called as `specSampling`, without target and drafter, and with all but the prefixes by
-# name. A method that guesses nothing takes no observer.
+# A method with its models, called as `specSampling` without target and drafter. One that guesses nothing takes no
+# observer.
 Sampler = Callable[..., tuple[list[list[int]], list[Record]]]
 Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
 Maker = Callable[[Models, Decoding], Sampler]
