@@ -255,7 +255,7 @@ def test_a_part_of_other_content_is_begun_again_and_says_how_far_it_is(hub, pyth
     part.parent.mkdir(parents=True)
     part.write_bytes(wrong)
     assert download(NAME) == 0 and matches(pythia, hub.models[NAME])
-    assert f"model.safetensors: {WEIGHTS:,} bytes of {WEIGHTS:,}" in capsys.readouterr().err  # without a terminal
+    assert "model.safetensors: 100%" in capsys.readouterr().err  # without a terminal
 
 
 def test_a_disk_that_is_too_small_or_fills_up_is_one_line_and_what_came_is_kept(hub, pythia, capsys, monkeypatch):
