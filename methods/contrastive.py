@@ -13,7 +13,7 @@ from decoding.model import Model
 from decoding.rows import Rows
 from decoding.tree import Places
 from decoding.verification import Rule
-from utils import Sampling, UserError, check_share
+from utils import Sampling
 
 
 class Contrast(Model):
@@ -24,10 +24,8 @@ class Contrast(Model):
     """
 
     def __init__(self, expert: Model, amateur: Model, plausibility: float = 0.1, temperature: float = 1.0) -> None:
-        if not 1e-4 <= temperature < math.inf:  # Logits divided by less would overflow.
-            raise UserError(f"the amateur's temperature must be at least 0.0001, not {temperature}")
         self.expert, self.amateur = expert, amateur
-        self.plausibility, self.temperature = check_share("plausibility", plausibility), temperature
+        self.plausibility, self.temperature = plausibility, temperature
         self.vocabulary = min(expert.vocabulary, amateur.vocabulary)
         self.name, self.device, self.dtype = f"{expert.name} against {amateur.name}", expert.device, expert.dtype
         self.context = min(expert.context, amateur.context)

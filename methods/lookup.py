@@ -7,7 +7,7 @@ import torch
 
 from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
 from decoding.rows import Rows
-from utils import Sampling, UserError, upload
+from utils import Sampling, upload
 
 
 class Continuations:
@@ -86,8 +86,6 @@ class LookupDrafter(Drafter):
     varies = True
 
     def __init__(self, vocabulary: int, ngram: int = 1, worth: float = 0.3) -> None:
-        if ngram < 1:
-            raise UserError(f"the n-gram of lookup must be 1 or more tokens, not {ngram}")
         self.vocabulary, self.ngram, self.worth = vocabulary, ngram, worth
 
     def begin(self, rows: Rows) -> None:

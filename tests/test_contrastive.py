@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conftest import refused
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
@@ -80,12 +79,3 @@ def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
 
     monkeypatch.setattr(Contrast, "forward", forward)
     assert error(gamma=1, length=3) > 1e-3
-
-
-def test_what_makes_no_sense_is_refused(pair):
-    for wrong in -0.1, 1.1, float("nan"):
-        with refused("plausibility", "[0, 1]"):
-            Contrast(*pair, plausibility=wrong)
-    for wrong in 0, -1, float("nan"), float("inf"):
-        with refused("amateur's temperature"):
-            Contrast(*pair, temperature=wrong)

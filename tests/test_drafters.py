@@ -6,7 +6,6 @@ from collections import Counter
 import helpers
 import pytest
 import torch
-from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import FREE
@@ -90,11 +89,6 @@ def test_lookup_guesses_where_it_was_right_so_far():
     assert rate(2) < drafter.worth < rate(4) and drafter.find(rows, [5]) == [[]]
     drafter.worth = 0
     assert len(drafter.find(rows, [5])[0]) == 5
-
-
-def test_lookup_of_no_tokens_is_refused():
-    with refused("n-gram", "1 or more"):
-        LookupDrafter(10, 0)
 
 
 class Checked:
