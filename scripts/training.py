@@ -114,7 +114,7 @@ class Trainer:
         with Bar(f"{self.label} is trained", 100, " %") as bar:
             while (share := self.share) < 1:
                 self.one_step()
-                bar.update(int(100 * min(1.0, self.share)) - bar.done)
+                bar.update(int(100 * min(1.0, self.share)) - bar.n)
                 if int(LOG_LINES * share) != int(LOG_LINES * self.share):
                     self.log()
 
