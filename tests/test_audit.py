@@ -227,7 +227,7 @@ BAD = {
     "": ["is empty"],
     " \n\n": ["is empty"],
     RIGHT + "nonsense\n": ["line 2", "not JSON"],
-    RIGHT + "[1, 2]\n": ["line 2", "no object"],
+    RIGHT + "[1, 2]\n": ["line 2", "not an object"],
     "\n" + '{"prompt": [1]}\n': ["line 2", '"tokens" or "text"'],
     '{"tokens": [1]}\n': ["line 1", '"prompt"'],
     RIGHT * 3 + '{"prompt": [1], "tokens": [2, 300]}\n': ["line 4", "token 300", "0 to 299"],
