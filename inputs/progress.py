@@ -21,7 +21,7 @@ class Bar(tqdm):
         rare = {} if sys.stderr.isatty() else {"mininterval": PAUSE, "maxinterval": 2 * PAUSE, "delay": PAUSE}
         is_first = os.environ.get("RANK", "0") == "0"
         options = {"unit": unit or "it", "unit_scale": bool(unit), "leave": False, "disable": not is_first}
-        super().__init__(items, what, total, **options, **rare)
+        super().__init__(iterable=items, desc=what, total=total, **options, **rare)
 
 
 def followed(items: Iterable[T], what: str, total: int) -> Iterator[T]:

@@ -151,7 +151,7 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
 @pytest.mark.parametrize("names, repeats, bar", [(NAMES[::-1], "1", True), (NAMES, "2", False)])
 def test_neither_order_nor_repeats_nor_a_bar_changes_a_token(run, made, tmp_path, monkeypatch, names, repeats, bar):
     shown, init = io.StringIO(), tqdm.__init__
-    monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown}))
+    monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown, "delay": 0}))
     run(f"--contrastiveTemperature 0.7 --seed 5 --repeats {repeats} --compare", ",".join(names))
     before, after = (runRecord.comparable(lines_of(folder)) for folder in (made, tmp_path))
     shared = [key for key in before if key.startswith("speed")]
