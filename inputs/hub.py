@@ -40,7 +40,6 @@ from utils import UserError
 
 MANIFEST = "download.json"
 UNFINISHED = ".incomplete"  # A folder's name ends so until its download is complete.
-BAR_BYTES = 100 << 20  # Hashing a larger file shows a progress bar.
 SPARE = 64 << 20  # bytes that must stay free on a disk
 REFUSALS = {
     GatedRepoError: "{repo} is gated: accept its terms on its page, {host}/{repo}, and set HF_TOKEN to a token of that "
@@ -115,9 +114,8 @@ def files_of(folder: Path) -> list[HubFile]:
 
 def sha256_of(path: Path) -> str:
     """The SHA-256 of a file in hexadecimal digits. Raises OSError."""
-    size = path.stat().st_size
-    bar = {"desc": f"checking {path.name}", "leave": False, "disable": None if size > BAR_BYTES else True}
-    with open(path, "rb") as file, tqdm.wrapattr(file, "read", total=size, **bar) as stream:
+    bar = {"total": path.stat().st_size, "desc": f"checking {path.name}", "leave": False, "delay": 1, "disable": None}
+    with open(path, "rb") as file, tqdm.wrapattr(file, "read", **bar) as stream:
         return sha_fileobj(stream, 1 << 22).hex()
 
 

@@ -50,7 +50,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     records: list[Record] | None = None
 
 
-# {model: {bits: its copy}}
+# {model: {bits: its copy}}. A copy keeps no reference to the model.
 _COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
 
 
