@@ -134,13 +134,13 @@ def power_of(evidence: Evidence, limit: float) -> Power:
     """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
-    limit. variation: of the distribution of u from the uniform one, at the place where it is largest. The share of
+    place where Chernoff's bound is the limit. variation: of the distribution of u from the uniform one, at the place where it is largest. The share of
     tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
     """
     possible = ~np.isnan(evidence.u)
     n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
     return {
-        "surprise": float((norm.isf(limit / 2) + margin) * evidence.variance[possible].sum() ** 0.5 / n),
+        "surprise": float(((2 * np.log(2 / limit)) ** 0.5 + margin) * evidence.variance[possible].sum() ** 0.5 / n),
         "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
     }
 

@@ -8,11 +8,15 @@ any models:
   order that depends on the context alone, and v uniform on [0, 1). Then u = F(x-) + v p(x) is uniform on [0, 1), and
   independent from token to token. The order here is by q / p: if the draft's distribution leaks into the text, u is too
   often near 1.
-- Surprise. The mean of -log p(x) is H, the entropy of p, and its variance follows from p too. The differences from the
-  mean are a martingale, so their sum over its standard deviation is a standard normal z (Brown 1971).
+- Surprise. The mean of -log p(x) is H, the entropy of p, and all its moments follow from p too. The differences from
+  the mean are a martingale.
 - Guesses. Let x be a guess that is drawn after the same text and independently of the token. The token is x with
   probability p(x), whatever drew x and whatever its reported distribution. So the number of tokens that are the
   guess, minus the sum of p(x), is a martingale too. It grows if the drafter's guesses leak into the text.
+
+The p-value of such a sum T is Chernoff's bound, 2 exp(min_s(K(s) - s T)), where K(s) is the log of E exp(s T). It is at
+least the probability of so large a sum, also of few tokens, whose T over its standard deviation is far from normal if a
+rare token or a rare guess decides. It is at most some ten times that probability where limits usually lie.
 
 Greedy decoding draws nothing. There each token is compared with the target's argmax (`scorer.greedy_figures`).
 """
@@ -25,7 +29,7 @@ from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from scipy.stats import chi2, chisquare, kstest, norm
+from scipy.stats import chisquare, kstest, norm
 
 from experiments.schema import EvidenceFigures
 
@@ -34,9 +38,10 @@ LISTED = 20  # tokens that are listed with their places
 # The share of impossible tokens that is put down to the tokenizer, where texts came without token ids: an engine that
 # samples may write the letters of a word in other tokens. On the bundled pair 0.1 % of the tokens become impossible.
 RETOKENISED = 0.02
+TILTS = (-1.0, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1.0)  # of the distributions of the surprise
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 CONFIDENCE = 0.95  # of `lossless.audit.variation_of`
-FALSE_ALARM = 1e-3  # Probability that all tests of a run of exact samplers, taken together, raise any alarm.
+FALSE_ALARM = 1e-3  # Probability, at most, that all tests of a run of exact samplers, taken together, raise any alarm.
 TESTS = {
     "chi_square": "chi-square",
     "kolmogorov_smirnov": "Kolmogorov-Smirnov",
@@ -54,6 +59,7 @@ class Evidence:
 
     u: the PIT of each token; nan where p(x) is 0.
     surprise: -log p(x) in nats. entropy, variance: its mean and its variance under p.
+    log_mgf: `[texts, tokens, TILTS]`, log E exp(s (surprise - entropy)) under p for each s of TILTS.
     impossible: 1 where p(x) is 0 and rounding cannot explain it, else 0.
     hits, chances: `[texts, tokens, places]`, of the guesses for each token: 1 where it is the guess, else 0; and the
         guess's p. nan where nothing was guessed. None: no guesses are known.
@@ -63,6 +69,7 @@ class Evidence:
     surprise: np.ndarray
     entropy: np.ndarray
     variance: np.ndarray
+    log_mgf: np.ndarray
     impossible: np.ndarray
     hits: np.ndarray | None = None
     chances: np.ndarray | None = None
@@ -85,12 +92,12 @@ class Evidence:
         """The figures of a line of results: counts, p-values by test, perplexities."""
         possible = ~np.isnan(self.u)
         counts = np.histogram(self.u[possible], BINS, (0, 1))[0]
-        z = z_score((self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum())
+        total, variance = (self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum()
         p = {
             # With fewer than 5 numbers a bin, the statistic does not have a chi-square distribution.
             "chi_square": chisquare(counts).pvalue if counts.mean() >= 5 else 1.0,
             "kolmogorov_smirnov": kstest(self.u[possible], "uniform").pvalue if possible.any() else 1.0,
-            "surprise": 2 * norm.sf(abs(z)),
+            "surprise": surprise_p_value(total, variance, self.log_mgf[possible].sum(0)),
             "neighbours": 2 * norm.sf(abs(self.neighbours())),
         }
         figures: EvidenceFigures = {
@@ -100,7 +107,7 @@ class Evidence:
             "impossible": int(np.nansum(self.impossible)),
             "counts": counts.tolist(),
             "p": {name: float(value) for name, value in p.items()},
-            "z": z,
+            "z": z_score(total, variance),
             "perplexity": float(np.exp(self.surprise[possible].mean())) if possible.any() else float("nan"),
             "expected_perplexity": float(np.exp(self.entropy[possible].mean())) if possible.any() else float("nan"),
         }
@@ -118,11 +125,13 @@ class Evidence:
         return figures
 
     def neighbours(self) -> float:
-        """z of the correlation of u with two neighbours: the next token of the text, and the same token of the next
-        text. Products of independent centred numbers are uncorrelated, and the variance of each is 1/144."""
-        centred = self.u - 0.5
-        products = np.concatenate([(centred[:, 1:] * centred[:, :-1]).ravel(), (centred[1:] * centred[:-1]).ravel()])
-        return z_score(12 * np.nansum(products), (~np.isnan(products)).sum())
+        """z of the correlation of u with two neighbours: the token before it in the text, and the same token of the
+        text before. Given these, u is uniform, with a variance of 1/12, whatever came before."""
+        u = np.nan_to_num(self.u - 0.5)
+        before = np.zeros_like(u)  # the sum of the two neighbours
+        before[:, 1:] += u[:, :-1]
+        before[1:] += u[:-1]
+        return z_score((u * before).sum(), (before[~np.isnan(self.u)] ** 2).sum() / 12)
 
 
 def z_score(total: float, variance: float) -> float:
@@ -130,15 +139,21 @@ def z_score(total: float, variance: float) -> float:
     return float(total / variance**0.5) if variance > 0 else 0.0
 
 
-def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
-    """The two-sided p-value of the number of hits, each of which comes with its probability of `p`.
+def surprise_p_value(total: float, variance: float, log_mgf: np.ndarray) -> float:
+    """Chernoff's bound for the sum of the surprise minus its mean. log_mgf: its K(s) at TILTS. Between them K(s) / s^2,
+    which is half the variance at 0, is interpolated."""
+    s = np.geomspace(1e-4, 1, 400)
+    s = np.concatenate([-s, s])
+    ratios = np.insert(log_mgf / np.square(TILTS), 4, variance / 2)
+    exponents = s**2 * np.interp(s, np.insert(TILTS, 4, 0.0), ratios) - s * total
+    return min(1.0, float(2 * np.exp(exponents.min())))
 
-    Where few hits are expected, z has no normal tails. The signed root of 2 sup_s (s hits - sum log(1 - p + p e^s)) has
-    (Barndorff-Nielsen and Cox 1979).
-    """
+
+def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
+    """Chernoff's bound for the number of hits, each of which comes with its probability of `p`."""
     total = hits.sum()
     minimum = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
-    return float(chi2.sf(max(0.0, -2 * minimum.fun), 1))
+    return min(1.0, float(2 * np.exp(minimum.fun)))
 
 
 def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:

@@ -19,7 +19,7 @@ from decoding.rows import Rows
 from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
-from lossless.evidence import Evidence
+from lossless.evidence import TILTS, Evidence
 from utils import Sampling, probabilities, seen_after, upload
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
@@ -113,12 +113,13 @@ class TextScorer:
             log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             entropy = -(p * log).sum(-1)
             variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
+            log_mgf = torch.stack([(p * (-s * log).exp()).sum(-1).log() - s * entropy for s in TILTS], -1)
             lost = (p_x[..., 0] == 0) & batch.written
             impossible = torch.zeros_like(lost)
             if lost.any():
                 impossible[lost] = ~self.cut_by_rounding(scores[lost], x[lost], None if seen is None else seen[lost])
             u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, impossible.float()]
+            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, log_mgf, impossible.float()]
             if guesses is not None:
                 guess = torch.from_numpy(guesses[part, : x.shape[1]]).to(x.device)
                 none, chances = (guess < 0) | lost[..., None], p.gather(-1, guess.clamp(min=0))

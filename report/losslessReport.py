@@ -33,7 +33,7 @@ SAMPLED_NOTES = (
     "summed; the serial correlation of u with its neighbours; and how many tokens are what the method guesses when it "
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
     "below {limit:.1e} is a difference; with exact samplers this happens in "
-    f"one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at "
+    f"at most one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at "
     "the edge: tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target "
     "gives no probability."
 )

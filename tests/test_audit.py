@@ -14,7 +14,7 @@ from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
 from lossless.audit import Auditor, alike, others, power_of, variation_of
-from lossless.evidence import RETOKENISED, Evidence, limit_of, seen_by
+from lossless.evidence import RETOKENISED, TILTS, Evidence, limit_of, seen_by
 from lossless.scorer import TextScorer
 from regrSampling import regrSampling
 from utils import GREEDY, Sampling, probabilities
@@ -52,7 +52,7 @@ def test_the_bounds_of_the_total_variation_hold(moved):
         last = random.random(u.shape) < 0.2 + moved
         u = np.where(last, 0.8 + 0.2 * u, 0.8 * u)
         impossible = np.where(u > 1 - moved / 4, 1.0, 0.0)  # They are the last of all.
-        low, high = variation_of(Evidence(np.where(impossible, np.nan, u), u, u, u, impossible))
+        low, high = variation_of(Evidence(np.where(impossible, np.nan, u), *[u] * 4, impossible))
         held += low <= moved <= high
         assert high < moved + 0.1 and low > moved - 0.1
     assert held >= 190 if moved else held > 180
@@ -76,8 +76,8 @@ def test_texts_of_different_lengths_are_scored_as_each_alone(target, monkeypatch
 
 def test_neighbours_are_tokens_that_there_are():
     u = np.array([[0.9, 0.8, 0.7], [0.6, np.nan, np.nan]])
-    z = 12 * (0.4 * 0.3 + 0.3 * 0.2 + 0.4 * 0.1) / 3**0.5
-    assert Evidence(u, *[np.where(np.isnan(u), np.nan, 0)] * 4).neighbours() == pytest.approx(z)
+    z = (0.4 * 0.3 + 0.3 * 0.2 + 0.4 * 0.1) / ((0.4**2 + 0.3**2 + 0.4**2) / 12) ** 0.5
+    assert Evidence(u, *[np.where(np.isnan(u), np.nan, 0)] * 5).neighbours() == pytest.approx(z)
 
 
 @pytest.mark.parametrize("sampling", [COLD, NUCLEUS, Sampling(1.3, 7, 1.0, 1.2)])
@@ -134,7 +134,8 @@ def test_the_power_is_as_said(kind, test):
     random, seen, shape = np.random.default_rng(0), 0, (20, 50)
     for _ in range(100):
         u, zeros = random.random(shape), np.zeros(shape)
-        evidence = Evidence(u, random.normal(size=shape), zeros, zeros + 1, zeros)
+        log_mgf = np.broadcast_to(np.square(TILTS) / 2, (*shape, len(TILTS)))
+        evidence = Evidence(u, random.normal(size=shape), zeros, zeros + 1, log_mgf, zeros)
         by = power_of(evidence, limit_of(1))[kind]
         if kind == "surprise":
             evidence.surprise += by

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import few_mistakes
 from helpers import rounded_copy
-from scipy.stats import binom, chisquare, kstwo
+from scipy.stats import binom, chisquare, kstwo, norm
 from test_otherTokenizer import other_ids
 from test_specSampling import PROMPTS, error, near
 
@@ -20,7 +20,7 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled, is_compiled
 from experiments.flags import parser
 from lossless import scorer as scoring
-from lossless.evidence import BINS, Evidence, hits_p_value, limit_of, seen_by
+from lossless.evidence import BINS, TILTS, Evidence, hits_p_value, limit_of, seen_by, surprise_p_value
 from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
 from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
 from lossless.trial import logits_as_written
@@ -63,14 +63,16 @@ def test_the_figures_of_three_tokens_by_hand(monkeypatch):
     entropy = -sum(x * math.log(x) for x in p)
     variance = sum(x * math.log(x) ** 2 for x in p) - entropy**2
     assert found.entropy[0] == pytest.approx([entropy] * 3) and found.variance[0] == pytest.approx([variance] * 3)
+    log_mgf = [math.log(sum(x ** (1 - s) for x in p)) - s * entropy for s in TILTS]
+    assert found.log_mgf[0, 0] == pytest.approx(log_mgf, abs=1e-6)
     figures = found.figures()
     assert figures["z"] == pytest.approx((-math.log(0.5 * 0.2 * 0.3) - 3 * entropy) / (3 * variance) ** 0.5)
-    assert figures["p"]["surprise"] == pytest.approx(math.erfc(abs(figures["z"]) / 2**0.5))
+    assert figures["p"]["surprise"] == 1
     assert figures["p"]["kolmogorov_smirnov"] == pytest.approx(kstwo.sf(1 - 0.775, 3))
     assert figures["perplexity"] == pytest.approx((0.5 * 0.2 * 0.3) ** (-1 / 3))
     assert figures["expected_perplexity"] == pytest.approx(math.exp(entropy))
     assert [i for i, count in enumerate(figures["counts"]) if count] == [6, 27, 38]
-    z = 12 * ((0.125 - 0.5) * (0.55 - 0.5) + (0.55 - 0.5) * (0.775 - 0.5)) / 2**0.5
+    z = ((0.125 - 0.5) * (0.55 - 0.5) + (0.55 - 0.5) * (0.775 - 0.5)) / ((0.375**2 + 0.05**2) / 12) ** 0.5
     assert figures["p"]["neighbours"] == pytest.approx(math.erfc(abs(z) / 2**0.5))
     # Without a draft the most probable tokens come first.
     by_p = TextScorer(Constant(p), None, Sampling(1.0, 0, 1.0)).evidence([[0]], [[0, 1, 2]])
@@ -79,7 +81,7 @@ def test_the_figures_of_three_tokens_by_hand(monkeypatch):
 
 def test_the_tests_of_uniform_numbers_and_of_others():
     def figures(u):
-        return Evidence(u, *np.ones((3, *u.shape)), np.zeros_like(u)).figures()
+        return Evidence(u, *np.ones((3, *u.shape)), np.ones((*u.shape, len(TILTS))), np.zeros_like(u)).figures()
 
     random = np.random.default_rng(0)
     u = random.random((100, 50))
@@ -310,10 +312,34 @@ def test_guesses_are_noted_where_the_text_goes():
     assert following.guesses[1, 1, :2].tolist() == [-1, 5]
 
 
-def test_the_p_value_of_hits_is_the_binomials():
-    for n, p, k in (1000, 0.004, 12), (1000, 0.3, 240), (5000, 0.9, 4560):
-        exact = min(binom.sf(k - 1, n, p), binom.cdf(k, n, p))
-        assert hits_p_value(np.arange(n) < k, np.full(n, p)) == pytest.approx(2 * exact, rel=0.5)
+@pytest.mark.parametrize("n", [20, 200, 2000])
+@pytest.mark.parametrize("p", [0.3, 0.01, 1e-4, 1e-5])
+def test_p_values_of_few_and_of_rare_events_are_no_smaller_than_they_may_be(n, p):
+    """Of k tokens of probability p among n; the others have 1 - p."""
+    surprise, k = -np.log([1 - p, p]), np.arange(int(binom.isf(1e-9, n, p)) + 2)
+    difference = surprise - surprise @ [1 - p, p]
+    variance, log_mgf = difference**2 @ [1 - p, p], np.log(np.exp(np.outer(TILTS, difference)) @ [1 - p, p])
+    totals = (n - k) * difference[0] + k * difference[1]
+    by_surprise = np.array([surprise_p_value(total, n * variance, n * log_mgf) for total in totals])
+    by_hits = np.array([hits_p_value(np.arange(n) < count, np.full(n, p)) for count in k])
+    exact = np.minimum(binom.sf(k - 1, n, p), binom.cdf(k, n, p))
+    for values in by_surprise, by_hits:
+        for limit in (1e-2, 1e-3, limit_of(1), limit_of(16)):
+            assert binom.pmf(k, n, p)[values < limit].sum() <= limit
+    assert (by_hits < 30 * exact)[(1e-6 < exact) & (exact < 0.01)].all()  # nor much larger
+
+
+def test_independent_neighbours_pass_however_few():
+    random, none = np.random.default_rng(0), np.zeros((2, 2))
+    z = [Evidence(random.random((2, 2)), *[none] * 5).neighbours() for _ in range(20_000)]
+    assert np.mean(2 * norm.sf(np.abs(z)) < 1e-3) <= 1e-3
+
+
+def test_a_short_text_with_two_rare_tokens_passes():
+    """With probability 1.7 % an exact sampler writes two or more."""
+    scorer = TextScorer(Constant([0.99, 0.01]), None, Sampling(1.0, 0, 1.0))
+    figures = scorer.evidence([[0]], [[1, *[0] * 9, 1, *[0] * 9]]).figures()
+    assert figures["z"] > 4 and figures["p"]["surprise"] > 0.01 and not seen_by(figures, limit_of(1))
 
 
 @pytest.mark.parametrize(
