@@ -37,9 +37,9 @@ class Auditor:
     """Judges texts.
 
     target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
-    p-value below which a test rejects them: each rejects an exact sampler's text with that probability. tolerated: the
-    share of impossible tokens that is no reason to reject. guessing: the method that guesses along the texts, a partial
-    function as in `guesses_along`; None: no guesses are known.
+    p-value below which a test rejects them: each rejects an exact sampler's text with at most that probability.
+    guessing: the method that guesses along the texts, a partial function as in `guesses_along`; None: no guesses are
+    known.
     """
 
     target: Any
@@ -48,18 +48,26 @@ class Auditor:
     seed: int = 0
     limit: float = limit_of(1)
     processes: Processes = SINGLE
-    tolerated: float = 0.0
     guessing: Any = None
 
-    def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
+    def drawn(
+        self,
+        prompts: Texts,
+        texts: Texts,
+        sampling: Sampling,
+        lines: Sequence[int] = (),
+        retokenised: Sequence[bool] = (),
+    ) -> AuditFigures:
         """The figures of texts that are drawn with `sampling`, and the conclusions. lines: the name of each text, as in
-        a file; none: from 1."""
+        a file; none: from 1. retokenised: whether each came without token ids; none did if it is empty."""
+        encoded = np.array(retokenised or [False] * len(texts))
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
-        tests, fits = self.rejecting(figures), []
+        tests, fits = self.rejecting(evidence, figures, encoded), []
         fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
         for other in others(sampling) if tests else ():
-            if not self.rejecting(self.evidence(prompts[:fitted], texts[:fitted], other).figures()):
+            by_other = self.evidence(prompts[:fitted], texts[:fitted], other)
+            if not self.rejecting(by_other, by_other.figures(), encoded[:fitted]):
                 fits.append(asdict(other))
         findings = {
             "unit": self.unit,
@@ -74,9 +82,11 @@ class Auditor:
         }
         return cast(AuditFigures, figures | asdict(sampling) | findings)
 
-    def rejecting(self, figures: EvidenceFigures) -> list[str]:
-        """The tests that reject the texts."""
-        few = figures["impossible"] <= self.tolerated * figures["tokens"]
+    def rejecting(self, evidence: Evidence, figures: EvidenceFigures, encoded: np.ndarray) -> list[str]:
+        """The tests that reject the texts. encoded: bool `[texts]`, those that the tokenizer wrote: a few impossible
+        tokens there are no reason to."""
+        impossible, tokens = (array.sum(1) for array in (evidence.impossible == 1, ~np.isnan(evidence.surprise)))
+        few = not impossible[~encoded].any() and impossible[encoded].sum() <= RETOKENISED * tokens[encoded].sum()
         return [test for test in seen_by(figures, self.limit) if test != "impossible" or not few]
 
     def greedy(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> GreedyAuditFigures:
@@ -134,8 +144,9 @@ def power_of(evidence: Evidence, limit: float) -> Power:
     """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
-    place where Chernoff's bound is the limit. variation: of the distribution of u from the uniform one, at the place where it is largest. The share of
-    tokens below that place is a binomial one, and its standard deviation is at most 1 / (2 sqrt(n)).
+    place where Chernoff's bound is the limit. variation: of the distribution of u from the uniform one, at the place
+    where it is largest. The share of tokens below that place is a binomial one, and its standard deviation is at most
+    1 / (2 sqrt(n)).
     """
     possible = ~np.isnan(evidence.u)
     n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
@@ -185,12 +196,14 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         unit=torch.finfo(DTYPES[written_in]).eps / 2,
         seed=settings.measuring.seed,
         processes=inputs.processes,
-        tolerated=RETOKENISED if any(text.was_text for text in texts) else 0.0,
         guessing=guessing,
     )
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
-    judge = auditor.drawn if sampling.temperature else auditor.greedy
-    figures = judge(*rows, sampling, [text.line for text in texts])
+    lines, was_text = [text.line for text in texts], [text.was_text for text in texts]
+    if sampling.temperature:
+        figures: AuditFigures | GreedyAuditFigures = auditor.drawn(*rows, sampling, lines, was_text)
+    else:
+        figures = auditor.greedy(*rows, sampling, lines)
     named = {place["token"] for place in figures["places"]}
     source = {
         "kind": "lossless",
@@ -200,7 +213,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         "dtype": inputs.text_dtype,
         "written_in": written_in,
         "after_end": sum(bool(inputs.end_tokens & set(text.tokens[:-1])) for text in texts),
-        "retokenised": sum(text.was_text for text in texts),
+        "retokenised": sum(was_text),
         "pieces": {str(token): decoded([token], inputs.tokenizer) for token in named},
     }
     append(cast(Line, source | figures))

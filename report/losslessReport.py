@@ -176,13 +176,12 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
         elif line["seen_by"]:
             if line["order"] == "p":
-                shows = "what leaks from it shows after fewer tokens then"
-                yield f"If a draft model guessed, name it with --draft: {shows}."
+                yield "If a draft model guessed, name it with --draft: then a leak from it shows after fewer tokens."
             yield "Are target, tokenizer and sampling flags those of the engine?"
     if line["retokenised"]:
         yield (
             f"{counted(line['retokenised'], 'text')} came without token ids, so it is encoded here. An engine may have "
-            f"written other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens are no "
+            f"written other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens there are no "
             "reason to reject. Give tokens to be sure."
         )
     if line["test"] == "audit":
