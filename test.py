@@ -79,6 +79,8 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
     name = record["run"]
 
     def append(line: Line) -> None:
+        if not store.lines.exists():  # It was moved or removed: the lines that follow have their run all the same.
+            store.append(**record)
         store.append(run=name, **line)
 
     try:

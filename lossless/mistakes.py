@@ -40,8 +40,8 @@ class Mistake:
     """One mistake. Every part that is not named here is the right one.
 
     what: the mistake in words. seen_in: the public code that makes or made it.
-    verify: the verification rule. target: f(model). drafter: f(drafter, sampling). tree: the shape of the guesses of a
-        round; None: it is a mistake of chains.
+    verify: the verification rule. target: f(model). drafter: f(drafter, sampling). None: the right one.
+    tree: the shape of the guesses of a round; None: it is a mistake of chains.
     drafters: with others it is no mistake, or it cannot be made. own_copy: the target's own copy must guess. queue: the
         texts must outnumber the rows of the batch. needs_top_p: it is tested at top-p 0.9 if the flags say 1.
     everywhere: it is planted in every method that is tested, not only in the first that it fits, and `verify` takes the
@@ -51,8 +51,8 @@ class Mistake:
     what: str
     verify: Callable[..., Any] | None = None
     seen_in: str = ""
-    target: Callable[[Any], Any] = lambda model: model
-    drafter: Callable[[Any, Sampling], Any] = lambda drafter, sampling: drafter
+    target: Callable[[Any], Any] | None = None
+    drafter: Callable[[Any, Sampling], Any] | None = None
     tree: Tree | None = None
     drafters: type[Drafter] | tuple[type[Drafter], ...] = Drafter
     own_copy: bool = False
@@ -67,11 +67,12 @@ class Mistake:
     def fits(self, sampler: Any) -> bool:
         """Whether it can be planted in a sampler, a partial function."""
         drafter, loop = sampler.keywords.get("drafter"), treeSampling if self.tree else specSampling
-        return (
-            isinstance(drafter, self.drafters)
-            and (self.everywhere or sampler.func is loop)
-            and (not self.own_copy or any(model.cache_of is not None for model in drafter.models))
-        )
+        if not isinstance(drafter, self.drafters) or (sampler.func is not loop and not self.everywhere):
+            return False
+        models = sampler.keywords["target"], *drafter.models
+        cached = all(isinstance(model, CachedModel) for model in models)  # A flawed model is one with a KV cache.
+        shared = any(model.cache_of is not None for model in drafter.models)
+        return (cached or not (self.target or self.drafter)) and (shared or not self.own_copy)
 
     def planted(self, sampler: Any, sampling: Sampling) -> Any:
         """`sampler`, a partial function of `specSampling` or `treeSampling`, with this mistake in it. sampling: that is
@@ -81,8 +82,11 @@ class Mistake:
             parts["verify"] = partial(self.verify, parts["verify"]) if self.everywhere else self.verify
         if self.tree:
             parts["tree"] = self.tree
-        target, drafter = self.target(parts["target"]), self.drafter(parts["drafter"], sampling)
-        return partial(sampler.func, **parts | {"target": target, "drafter": drafter})
+        if self.target:
+            parts["target"] = self.target(parts["target"])
+        if self.drafter:
+            parts["drafter"] = self.drafter(parts["drafter"], sampling)
+        return partial(sampler.func, **parts)
 
 
 MISTAKES: dict[str, Mistake] = {}
@@ -125,14 +129,14 @@ def always_accept(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     return accepted, pick(after(p, accepted), u[:, -1])
 
 
-@mistake("inverted", seen_in="R. Gadgil, Towards Data Science 2024")
+@mistake("inverted", seen_in="R. Gadgil, Towards Data Science 2024 (where q > p)")
 def inverted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """a guess is rejected with probability min(1, p / q), not accepted with it"""
     flipped = F.pad((q - p[:, : q.shape[1]]).clamp(min=0), (0, 0, 0, 1))
     return judged_by(flipped, q, p, q, drafts, u)
 
 
-@mistake("replace from p", seen_in="Clay's blog on SmolLM2")
+@mistake("replace from p", seen_in="code of Clay's post on SmolLM2")
 def replace_from_p(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """a rejected guess is replaced from p, not from the residual"""
     accepted, _ = token_rule(p, q, drafts, u)

@@ -171,8 +171,9 @@ class TextScorer:
         for prompt, text in zip(prompts, texts):
             batch = Batch([prompt], [text], self.target.device)
             logits = batch.before_x(self.target.score(batch.tokens))
-            # Logits after the penalty, minus a constant.
-            scores = probabilities(logits, penalty, batch.seen(penalty, self.target.vocabulary)).log()[0]
+            # Logits after the penalty, minus a constant; a gap is at most that to the least float.
+            p = probabilities(logits, penalty, batch.seen(penalty, self.target.vocabulary))[0]
+            scores = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             gap = scores.amax(-1) - scores.gather(-1, batch.x[0])[:, 0]
             results.append((gap, self.rounding(logits)[0, :, 0], scores.argmax(-1) == batch.x[0, :, 0]))
         gaps, allowed, is_argmax = (torch.cat(parts).cpu() for parts in zip(*results))

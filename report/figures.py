@@ -31,7 +31,7 @@ plt.rcParams.update({
 
 BLUE, RED, GREY, DARK, BROWN = "#bfd3f2", "#c0392b", "#777777", "#2c3e50", "#e5d3b3"
 THEORIES = {  # {key of `theory.predict`: style of the line, label}
-    "theory": ("-", "theory, of what was accepted and measured costs"),
+    "theory": ("-", "theory, from the overlaps of p and q and the measured costs"),
     "paper": (":", "theorem 3.8: i.i.d. guesses, scoring at the cost of one token"),
 }
 
@@ -218,11 +218,12 @@ def draw_lossless(lines: Sequence[Line]) -> Figure:
     several = len({line["dtype"] for line in sampled}) > 1
     methods = {name_of(line["method"]) + f", {line['dtype']}" * several: line["counts_shown"] for line in sampled}
     mistakes = {f"{line['mistake']}, {name_of(line['method'])}": line["counts_shown"] for line in planted}
-    heights = [max(len(methods), 1), max(len(mistakes), 1)]
-    size = 10, 1.9 + 0.21 * sum(heights)
-    figure, panels = plt.subplots(2, 1, figsize=size, sharex=True, height_ratios=heights)
     title = f"methods: u of the first {sampled[0]['tokens_shown']:,} tokens each, in {BINS} bins"
-    shown = {title: methods, "the same of samplers with a planted mistake": mistakes}
+    shown = {title: methods} | ({"the same of samplers with a planted mistake": mistakes} if mistakes else {})
+    heights = [len(histograms) for histograms in shown.values()]
+    size = 10, 1.9 + 0.21 * max(2, sum(heights))
+    figure, grid = plt.subplots(len(shown), 1, figsize=size, sharex=True, height_ratios=heights, squeeze=False)
+    panels = grid[:, 0]
     for axes, (title, histograms) in zip(panels, shown.items()):
         counts = np.array(list(histograms.values()))
         expected = counts.sum(1, keepdims=True) / BINS

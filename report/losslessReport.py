@@ -32,10 +32,10 @@ SAMPLED_NOTES = (
     f"p-values of the tests: chi-square of u in {BINS} bins; Kolmogorov-Smirnov (K-S) of u; the surprise, -log p(x), "
     "summed; the serial correlation of u with its neighbours; and how many tokens are what the method guesses when it "
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
-    "below {limit:.1e} is a difference; with exact samplers this happens in "
-    f"at most one of {1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at "
-    "the edge: tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target "
-    "gives no probability."
+    "below {limit:.1e} is a difference; with exact samplers this happens in at most one of "
+    f"{1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at the edge: "
+    "tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target gives no "
+    "probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -108,8 +108,10 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
         if differing:
             share = f"{differing:,} of {texts:,} greedy texts ({100 * differing / texts:.0f} %)"
             tested.append(f"in {dtype} {share} differ from plain decoding's, each first at a near-tie")
-        else:
+        elif others:
             tested.append(f"greedy text in {dtype} equals plain decoding's token for token")
+        else:
+            tested.append(f"greedy text in {dtype} is the target's, up to rounding")
     return True, f"No difference found: {'; '.join(tested)}."
 
 

@@ -1,13 +1,14 @@
 """`results.jsonl`, one line for each measurement, and `results.txt`, rendered from it as on the screen.
 
 A run begins with a line of kind "run": its flags, seed, models and machine. Each line of a measurement names its run.
-A line is appended in one write and fsynced: a kill loses nothing that was measured, and the lines of two runs at once
-do not mix. The text is replaced as a whole: a reader never sees half of it.
+A line is appended in one write and fsynced: a kill loses no line that was written, and the lines of two runs at once do
+not mix. The text is replaced as a whole: a reader never sees half of it.
 """
 
+import fcntl
 import json
+import math
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from numpy import nan_to_num
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -43,18 +43,13 @@ class Results:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.lines, self.text = Path(folder) / "results.jsonl", Path(folder) / "results.txt"
 
-    def lock(self) -> FileLock:
-        """The lock of this folder. It is not in the folder, as its file, which is empty, stays."""
-        status = self.text.parent.stat()
-        return FileLock(Path(tempfile.gettempdir()) / f"results-{status.st_dev}-{status.st_ino}.lock")
-
     def append(self, **record: Any) -> None:
-        """Add one line, which is on disk when this returns; nan, which JSON lacks, becomes null.
+        """Add one line, which is on disk when this returns; nan and infinity, which JSON lacks, become null.
 
         Raises UserError if the line cannot be written.
         """
-        record = {key: None if value != value else value for key, value in record.items()}
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
+        text = json.dumps(finite(record), ensure_ascii=False, allow_nan=False)
+        line = f"{text}\n".encode(errors="backslashreplace")
         try:
             with open(self.lines, "a+b", buffering=0) as file:
                 if end := file.tell():
@@ -88,22 +83,24 @@ class Results:
         return list(runs.values())
 
     def run(self, name: str) -> Run:
-        """One run, with its measurements so far."""
-        return next(run for run in self.runs() if run[0]["run"] == name)
+        """One run, with its measurements so far. Raises UserError if it is not there any more."""
+        if not (found := [run for run in self.runs() if run[0]["run"] == name]):
+            raise UserError(f"{self.lines} has no run {name} any more: was it moved or removed?")
+        return found[0]
 
     def render(self) -> None:
         """Write `results.txt` from all lines, newest run first. Of several processes one reads and writes at a time: so
         the last text has the lines of all. Raises UserError if it cannot be written."""
-        lock = self.lock()
-        with suppress(OSError):  # Where locks are not supported, nothing is locked.
-            lock.acquire()
+        folder = os.open(self.text.parent, os.O_RDONLY)
         try:
+            with suppress(OSError):  # Where locks are not supported, nothing is locked.
+                fcntl.flock(folder, fcntl.LOCK_EX)
             replace_file(self.text, self.rendered())
         except OSError as error:
             where = f"the measurements are in {self.lines.name}"
             raise UserError(f"{self.text} cannot be written: {error.strerror or error}; {where}") from None
         finally:
-            lock.release()
+            os.close(folder)  # This releases the lock.
 
     def rendered(self, runs: Sequence[Run] | None = None) -> str:
         """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
@@ -128,21 +125,35 @@ class Results:
         return "\n".join(line.rstrip() for line in above + shown) + "\n"
 
 
+def finite(value: Any) -> Any:
+    """The value with None in place of each float in it that JSON lacks."""
+    if isinstance(value, dict):
+        return {key: finite(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def headline(lines: Sequence[Line]) -> str:
     """One figure of a run: the verdict, the fastest lossless method, or a perplexity."""
-    if of_kind(lines, schema.LosslessLine):
-        return "no difference" if losslessReport.verdict(lines)[0] else "a difference"
+    if any(line["kind"] == "lossless" and line["test"] != "engine" for line in lines):
+        if not of_kind(lines, schema.EndLine):
+            return "not finished"
+        return "a difference" if losslessReport.exit_code(lines) else "no difference"
     speed = of_kind(lines, schema.SpeedLine)
     if speed := [line for line in speed if line["method"] in METHODS and METHODS[line["method"]].lossless]:
         last = speed[-1]["mode"], speed[-1]["promptLen"]
-        rows = summarize([line for line in speed if (line["mode"], line["promptLen"]) == last])
+        texts, queues = (
+            [line for line in kind if (line["mode"], line["promptLen"]) == last]
+            for kind in (speed, of_kind(lines, schema.QueueLine))
+        )
+        rows = summarize(texts, queues=queues)
         best = max(rows, key=lambda row: nan_to_num(row["speedup"][0]))
         if best["method"] != "target":
             return f"{name_of(best['method'])}: {median(best['speedup'])} of plain"
         return f"plain: {median(best['throughput'])} tokens/s"
-    if texts := of_kind(lines, schema.TextPerplexityLine):
-        return f"perplexity {texts[0]['ppl']['target']:.4f}"
-    return ""
+    figures = [line["ppl"]["target"] for line in of_kind(lines, schema.TextPerplexityLine)]
+    return f"perplexity {figures[0]:.4f}" if figures and figures[0] is not None else ""
 
 
 def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:

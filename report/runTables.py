@@ -21,11 +21,12 @@ from report.sources import BEST_SPEED_UP, SPEED_UP
 from report.tables import Cell, Measured, Table, median, name_of, notation, plain, span, table_of
 
 Summary = dict[str, Any]  # the figures of one method, a row of `intervals.summarize`
-Prediction = dict[str, Any]  # what `sweep.predict` returns
+Prediction = dict[str, Any]  # what `theory.predict` returns
 
 # Flags named above a table of speeds, each with the value at which it is not mentioned.
 SHOWN: dict[str, Any] = {
-    "maxLen": None, "gamma": None, "draftLength": "fixed", "verification": "token", "draftVocab": None,
+    "maxLen": None, "gamma": None, "tree": None, "treeRule": "traversal", "draftLength": "fixed",
+    "verification": "token", "lookupFirst": False, "draftVocab": None, "draftTemperature": None, "draftTop_p": None,
     "temperature": None, "top_p": 1, "top_k": 0, "repetition_penalty": 1, "acceptance": None,
     "compile": False, "batch": 1,
 }  # fmt: skip
@@ -78,6 +79,8 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     """How many prompts were timed, the flags that matter for the times, and the dtype."""
     first: Mapping[str, Any] = lines[0]
     values = {name: first.get(name, run["flags"].get(name, default)) for name, default in SHOWN.items()}
+    if values["tree"] and first["mode"] == "speed":  # The one method with guesses guesses trees.
+        values["gamma"] = None
     compiled = {role: model["compiled"] for role, model in run["models"].items() if "compiled" in model}
     if values["compile"] and compiled and not all(compiled.values()):  # What ran, not the flag.
         eager = ", ".join(role for role, is_compiled in compiled.items() if not is_compiled)
@@ -90,12 +93,16 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     return f"{prompts} of {of_tokens} tokens, {shown}{first['dtype']}"
 
 
-def measured_on(record: Mapping[str, Any], lines: Iterable[Line] = ()) -> str:
-    """Where a record's figures were measured: processor, device, models, the dtype of timed texts, torch, the day."""
+def measured_on(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
+    """Where a record's figures were measured: processor, device, models, the dtype of timed texts, torch, how many
+    processes if there were several, the day."""
     machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
     dtype = next((line["dtype"] for line in of_kind(lines, SpeedLine)), record.get("dtype"))
     place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
-    return "; ".join(filter(None, (place, models, dtype, f"torch {machine['torch']}", record["time"][:10])))
+    count = len({line.get("process") for line in (*of_kind(lines, SpeedLine), *of_kind(lines, QueueLine))})
+    processes = f"{count} processes" if count > 1 else ""
+    parts = place, models, dtype, f"torch {machine['torch']}", processes, record["time"][:10]
+    return "; ".join(filter(None, parts))
 
 
 def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLine]) -> Iterator[RenderableType]:
@@ -195,9 +202,13 @@ def tokens_a_round(row: Mapping[str, Any]) -> float:
 
 def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: bool) -> str:
     """The text under the tables of speed. pythia: the models are those of the course report."""
-    repeats = len({line["repeat"] for line in lines})
-    notes = f"Medians over prompts and {repeats} {'repeat' if repeats == 1 else 'interleaved repeats'}"
-    notes += f"{notation(*tables)}. "
+    modes = dict.fromkeys(line["mode"] for line in lines)
+    repeats = {mode: len({line["repeat"] for line in lines if line["mode"] == mode}) for mode in modes}
+    counts = {str(count) for count in repeats.values()}
+    if len(counts) > 1:
+        counts = {", ".join(f"{count} (--{mode})" for mode, count in repeats.items())}
+    words = "repeat" if counts == {"1"} else "interleaved repeats"
+    notes = f"Medians over prompts and {counts.pop()} {words}{notation(*tables)}. "
     if any("batch" in line for line in lines):
         notes += "tokens/s and speed-up are of all prompts together, decoded as a queue; the other columns are of "
         notes += "single texts. TTFT: from the moment a text gets its row of the batch. "

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmark.steps import forward_lines, times
 from engine.cachedModel import CachedModel
-from engine.compiling import compiled
+from engine.compiling import compiled, is_compiled
 from engine.cudaModel import CudaModel
 from experiments.loading import Inputs
 from experiments.prepare import load_inputs
@@ -39,8 +39,8 @@ WAITS = "cudaStreamSynchronize", "cudaEventSynchronize"  # calls in which the ho
 
 
 def self_check(device: str | None) -> int:
-    """Print the page. Returns 0 if every method writes plain decoding's greedy text, eager and compiled, and every step
-    was captured; else 1."""
+    """Print the page. Returns 0 if every method writes plain decoding's greedy text, eager and compiled, every model
+    was compiled and every step captured; else 1."""
     flags = f"--lossless {CHECKED} --temperature 0 --dtype float32 {BUNDLED} --maxLen {LENGTH}".split()
     inputs = load_inputs(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
     console, device = Console(width=100, highlight=False, markup=False), inputs.device
@@ -80,7 +80,8 @@ def about(device: str) -> Iterator[str]:
         if engine == "eager":
             yield f"Memory is read at {rate['reading', 'memory']:.0f} GB/s."
         yield f"A forward of one token, {shape}'s shape in {dtype}, {engine}: {rate['forward', 'target']:.0f} GB/s."
-        model = compiled(model)
+        if not is_compiled(model := compiled(model)):
+            break
 
 
 def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
@@ -95,6 +96,8 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
             settings = inputs.settings
             inputs.settings = replace(settings, models=replace(settings.models, compile=engine == "compiled"))
             models = inputs.load_as_timed("float32")
+            stayed = [model.name for model in models.values() if engine == "compiled" and not is_compiled(model)]
+            faults += [f"{name} stays eager: it cannot be compiled here." for name in stayed]
             for name, write in build(["target", *names], dict(models), settings.decoding).items():
                 texts, _ = write(prompts, max_len=LENGTH, sampling=GREEDY)  # Captures graphs.
                 plain = plain or texts
@@ -102,8 +105,11 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
                     continue
                 with profile(activities=ACTIVITIES) if on_gpu else nullcontext() as seen:
                     again, records = write(prompts, max_len=LENGTH, sampling=GREEDY)
-                rows[name].append("as plain's" if texts == again == plain else "WRONG")
-                if not texts == again == plain:
+                is_right = texts == again == plain
+                rows[name].append(
+                    ("stays eager" if models["target"].name in stayed else "as plain's") if is_right else "WRONG"
+                )
+                if not is_right:
                     faults.append(f"{name_of(name)}, {engine}: its greedy text is not that of plain decoding.")
                 if seen:
                     rounds, events = max(1, sum(len(record.committed) for record in records)), seen.events() or []

@@ -1,6 +1,7 @@
 """The figures that the sources print (the course report, an article on contrastive decoding), and the tables in which
 perplexity and diversity stand beside them. All of it is in docs/reproduction.md."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from experiments.intervals import FEW
@@ -35,8 +36,8 @@ REPORT_TEXTS, REPORT_DIFFERENCE = 10, "3.3e-08"
 REPORT_DTYPE, REPORT_PROMPTS = "float16", ("Computer Science is", "He redid the main theme")
 REPORT_PASSAGES = "--sentenceLimit", "100", "--sentences", "20"
 
-# R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens after the prompts of `experiments.measure`. The
-# entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.
+# R. Gadgil's article: GPT-2 large with GPT-2, texts of 50 tokens, prompt included, that continue the prompts of
+# `experiments.prepare`. The entropies of n-grams for n = 1, 2, 3, and distinct-1 and -2.
 ARTICLE = {"naive": (4.990, 5.175, 5.144, 0.8950, 0.9951), "contrastive": (5.183, 5.350, 5.314, 0.9028, 1.0)}
 
 DIVERSITY_NOTES = (
@@ -67,7 +68,8 @@ def diversity_table(lines: Sequence[DiversityLine]) -> Table:
     )
     table = Table(title, ["", "texts", *DIVERSITY], notes=DIVERSITY_NOTES)
     for line in lines:
-        figures = (give_or_take([text[name] for text in line["each"]]) for name in FIGURES)
+        prompts = [(number % line["prompts"],) for number in range(line["texts"])]  # A repeat has a text of each.
+        figures = (give_or_take([text[name] for text in line["each"]], prompts) for name in FIGURES)
         table.add(name_of(line["method"]), str(line["texts"]), *figures)
     for method, values in ARTICLE.items():
         table.add(f"article, {method}", "5", *(f"{value:.3g}" for value in values))
@@ -103,8 +105,13 @@ def computed_in(line: PerplexityLine) -> str:
     return line["dtype"] + ", compiled" * line.get("compiled", False)
 
 
-def perplexity_cells(ppl: Mapping[str, float]) -> tuple[str, ...]:
-    """The cells of PERPLEXITIES; from a million on in powers of ten, so that they fit their columns."""
-    digits = {"draft": 4, "target": 6, "speculative": 6}
-    cells = (f"{ppl[role]:,.{n}f}" if ppl[role] < 1e6 else f"{ppl[role]:.{n}e}" for role, n in digits.items())
-    return *cells, f"{abs(ppl['speculative'] / ppl['target'] - 1):.1e}"
+def perplexity_cells(ppl: Mapping[str, float | None]) -> tuple[str, ...]:
+    """The cells of PERPLEXITIES; from a million on in powers of ten, so that they fit their columns; a dash where a
+    figure is not finite."""
+    known = {role: math.nan if figure is None else figure for role, figure in ppl.items()}
+    cells = [
+        f"{known[role]:,.{digits}f}" if known[role] < 1e6 else f"{known[role]:.{digits}e}"
+        for role, digits in (("draft", 4), ("target", 6), ("speculative", 6))
+    ]
+    cells.append(f"{abs(known['speculative'] / known['target'] - 1):.1e}")
+    return tuple("-" if cell == "nan" else cell for cell in cells)

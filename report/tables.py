@@ -137,9 +137,10 @@ def median(figures: Sequence[float], scale: float = 1.0) -> Measured:
     return Measured(figures[0] * scale)
 
 
-def give_or_take(values: Sequence[float]) -> str:
-    """A mean, and on a second line half the width of its 95 % interval, ±, or the range of few values, (low–high)."""
-    mean, low, high = figures = interval(values, np.mean)
+def give_or_take(values: Sequence[float | None], clusters: Sequence[Sequence[int]]) -> str:
+    """A mean, and on a second line half the width of its 95 % interval, ±, or the range of few values, (low–high).
+    clusters: see `interval`."""
+    mean, low, high = figures = interval(values, np.mean, clusters)
     if not high > low:
         return f"{mean:.3g}"
     ends = "–".join(f"{float(f'{end:.2g}'):g}" for end in (low, high))

@@ -109,8 +109,8 @@ def command_of(record: Mapping[str, Any]) -> str:
     return f"python {record.get('program', 'test.py')} {record['command']}".rstrip()
 
 
-def source(record: Mapping[str, Any], lines: Iterable[Line] = ()) -> str:
-    """The line under a table: how, with what and where its figures were measured, and the dtype of timed texts."""
+def source(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
+    """The line under a table: how, with what and where its figures were measured."""
     return f"`{command_of(record)}`; {measured_on(record, lines)}."
 
 

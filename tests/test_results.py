@@ -19,7 +19,7 @@ from experiments.intervals import Interval, Range, interval, summarize
 from experiments.theory import predict
 from report import figures, results
 from report.results import Results, show
-from report.runTables import ranked, swept_texts
+from report.runTables import conditions, ranked, speed_notes, swept_texts
 from report.tables import WIDTH, Measured, Table, give_or_take, markdown, notation, span
 from utils import UserError
 
@@ -86,12 +86,13 @@ def test_what_is_appended_is_read_back(tmp_path):
     store, text = Results(tmp_path), "naïve \u2028\x85\x1c\n\udcff [b]"
     assert store.records() == [] and store.runs() == [] and store.rendered().strip() == ""
     store.append(kind="run", run="a", text=text, number=1.5, unknown=float("nan"))
-    store.append(kind="speed", run="a", counts=[(1, 2)])
+    store.append(kind="speed", run="a", counts=[(1, 2)], each=[{"perplexity": math.nan, "gap": -math.inf}])
     store.append(kind="speed", run="of nobody")
     store.append(kind="end", run="a")
     first, *rest = store.records()
     assert first == {"kind": "run", "run": "a", "text": text, "number": 1.5, "unknown": None}
     assert store.runs() == [(first, [rest[0], rest[2]])] and rest[0]["counts"] == [[1, 2]]
+    assert rest[0]["each"] == [{"perplexity": None, "gap": None}]
     assert store.lines.read_bytes().count(b"\n") == 4
 
 
@@ -152,6 +153,33 @@ def test_the_newest_run_is_first_below_a_line_for_each_and_what_there_is_is_show
     assert not re.search(r"\b1 (threads|prompts|texts|methods|repeats)\b", text)
 
 
+def test_the_headline_of_a_run(tmp_path):
+    """Of a test that was stopped none; of a queue that of the queue, as in its table."""
+    p = {"chi_square": 0.5}
+    drawn = {"kind": "lossless", "test": "drawn", "p": p, "impossible": 0, "limit": 1e-4, "method": "fixed"}
+    drawn |= {"dtype": "float32", "tokens": 9}
+    audited, end = {"kind": "lossless", "test": "greedyAudit", "beyond": 1, "tokens": 9, "texts": 1}, {"kind": "end"}
+    audited |= {"largest_gap": 1.0, "allowed": 0.1, "near_ties": 0}
+    found = [results.headline(lines) for lines in ([drawn], [drawn, end], [drawn | {"impossible": 1}, end])]
+    assert found == ["not finished", "no difference", "a difference"]
+    assert results.headline([audited, end]) == "a difference"
+    texts = speed_lines({"target": 10, "fixed": 20}, batch=2)
+    queues = [line | {"kind": "queue", "throughput": of} for line, of in zip(texts, (100.0, 150.0))]
+    assert results.headline(texts) == "fixed: 2.00 of plain"
+    assert results.headline([*texts, *queues]) == "fixed: 1.50 of plain"
+
+
+def test_the_title_has_the_flags_of_the_draft_and_the_notes_the_repeats_of_each_mode():
+    run = run_line(tree="3,2,1", treeRule="topDown", draftTemperature=0.5, draftTop_p=None, lookupFirst=True)
+    lines = speed_lines({"target": 1.0}, mode="speed")
+    title = conditions(run, lines)
+    assert "maxLen 8, tree 3,2,1, treeRule topDown, lookupFirst True, draftTemperature 0.5, temp" in title
+    assert "gamma 4, tree 3,2,1" in conditions(run, speed_lines({"target": 1.0}))  # --compare has chains too
+    more = [line | {"repeat": 1, "mode": "compare"} for line in lines] + [line | {"mode": "compare"} for line in lines]
+    assert "prompts and 1 (--speed), 2 (--compare) interleaved repeats. " in speed_notes([*lines, *more], [], False)
+    assert "prompts and 2 interleaved repeats. " in speed_notes(more, [], False)
+
+
 def test_figures_are_medians_of_the_lines_and_what_does_not_exist_is_a_dash(tmp_path):
     """One token has no time per token after the first; two leave no room for a guess."""
     texts = itertools.product(range(3), (("target", 1.0), ("speculative", 0.5)))
@@ -179,6 +207,8 @@ def test_no_figure_is_cut_however_large(tmp_path):
     for figure in (*figures.split(), "3.5000e+301", "7.000000e+300", "1.0e-08"):
         assert re.search(rf"(^|\s){re.escape(figure)}($|\s)", text, re.M), figure
     assert all(word in text for word in name.split())
+    nothing = write(tmp_path / "nothing", run_line(), *ppl_lines(value=math.inf)).splitlines()
+    assert [line.split()[-4:] for line in nothing if line.startswith("corpus")] == [["-"] * 4] * 2
     assert all(len(line) <= WIDTH for line in text.splitlines())
 
 
@@ -220,7 +250,9 @@ def test_intervals_and_ranges_have_their_own_notation():
     assert span(Range(4.42, 4.31, 4.93)).written("\n") == "4.42\n(4.31–4.93)"
     assert str(span(interval([2.0]))) == str(span(interval([2.0] * 9))) == "2.00"
     assert str(span([math.nan] * 3)) == "-" and str(Measured(0.51234, digits=3)) == "0.512"
-    assert give_or_take([1.0, 2.0, 6.0]) == "3\n(1–6)" and "±" in give_or_take([1.0, 2.0, 6.0] * 2)
+    prompts = [(number % 3,) for number in range(30)]  # Of ten texts each, three are independent.
+    assert give_or_take([1.0, 2.0, 6.0] * 10, prompts) == "3\n(1–6)"
+    assert "±" in give_or_take([1.0, 2.0, 6.0] * 10, [(number,) for number in range(30)])
     alone, of_many, of_few = (Table("", [""], [[span(figures)]]) for figures in ([1] * 3, [1, 0, 2], Range(1, 0, 2)))
     assert notation(alone) == "" and notation(of_many) == " [95 % bootstrap interval]"
     assert notation(of_few) == " (range: fewer than 4 independent values)"
@@ -356,9 +388,25 @@ def test_an_interrupted_rendering_leaves_the_text_of_before_and_no_other_file(tm
 
 
 def test_where_no_lock_can_be_had_results_are_rendered_all_the_same(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(results.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
+    monkeypatch.setattr(results.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("not supported")))
     assert "Run r2" in write(tmp_path, run_line("r2"))
+
+
+def test_where_the_lines_were_removed_those_that_follow_have_their_run(run, cli, tmp_path, monkeypatch):
+    """A run that is not there at all is one line."""
+
+    def measure(inputs, models, append):
+        line = {key: value for key, value in speed_line().items() if key != "run"}
+        append(line)
+        (tmp_path / "results.jsonl").unlink()
+        append(line)
+
+    monkeypatch.setattr(cli, "measure_all", measure)
+    first, *rest = run("--speed")
+    assert first["kind"] == "run" and [line["kind"] for line in rest] == ["speed", "end"]
+    assert {line["run"] for line in rest} == {first["run"]}
+    with refused("results.jsonl has no run r9 any more"):
+        Results(tmp_path).run("r9")
 
 
 def with_little_room(folder):

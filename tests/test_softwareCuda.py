@@ -27,7 +27,7 @@ import utils
 from benchmark import steps as step_times
 from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
-from engine import cudaModel
+from engine import compiling, cudaModel
 from engine.cachedModel import CachedModel
 from engine.cudaModel import CudaModel, no_captures
 from inputs import randomModels
@@ -421,7 +421,7 @@ def test_every_mode_runs(run, flags, capsys, few_steps, device, words):
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"] if FULL else ["cpu"])
 def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch, few_steps, device):
-    """Models are small here. Planted: all guesses are accepted."""
+    """Models are small here. Planted: all guesses are accepted, and no model can be compiled."""
     monkeypatch.setattr(selfCheck, "LENGTH", 6)
     monkeypatch.setattr(randomModels, "VOCABULARY", 64)
     monkeypatch.setattr(selfCheck, "BUNDLED", " ".join(flags[:4]))
@@ -440,6 +440,10 @@ def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch,
     monkeypatch.setitem(VERIFICATIONS, "token", always_accept)
     assert cli.main(["--check", "--device", device]) == 1
     assert "fixed, eager: its greedy text is not that of plain decoding." in capsys.readouterr().out
+    monkeypatch.setattr(compiling, "compiled_class", lambda model: (_ for _ in ()).throw(OSError("no compiler")))
+    assert cli.main(["--check", "--device", device]) == 1
+    page = capsys.readouterr().out
+    assert "target stays eager: it cannot be compiled here." in page and page.count("GB/s") == 2
 
 
 def test_full_memory_is_one_line(run, capsys, monkeypatch):
