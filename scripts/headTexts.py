@@ -157,9 +157,9 @@ def chat_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     return [tokenizer(x, add_special_tokens=False)["input_ids"] for x in (first, after_user, after_model)]
 
 
-def tapped(target: CachedModel, layers: str) -> list[int]:
+def tapped(target: CachedModel) -> list[int]:
     """The layers of the target whose hidden states make a feature, as transformers counts `hidden_states`."""
-    return [round(share * target.model.config.get_text_config().num_hidden_layers) for share in LAYERS[layers]]
+    return [round(share * target.model.config.get_text_config().num_hidden_layers) for share in LAYERS]
 
 
 def output_layer(target: CachedModel, tokens: Tensor | None = None) -> RestrictedHead:
@@ -172,7 +172,7 @@ def hidden_states(target: CachedModel, tokens: Tensor) -> Tensor:
     """The hidden states of the tapped layers for `tokens[B, n]`, side by side, `[B, n, layers * d]`."""
     model = target.model.base_model
     states = model(tokens.to(target.device), use_cache=False, output_hidden_states=True).hidden_states
-    return torch.cat([states[layer] for layer in tapped(target, "three")], -1)
+    return torch.cat([states[layer] for layer in tapped(target)], -1)
 
 
 @torch.inference_mode()
@@ -233,7 +233,7 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
     about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
     metadata = {"about": json.dumps(about)}
     # states, and tokens, text, drawn, sums
-    bytes_of_token = 2 * len(LAYERS["three"]) * target.model.config.get_text_config().hidden_size + 4 + 4 + 1 + 12
+    bytes_of_token = 2 * len(LAYERS) * target.model.config.get_text_config().hidden_size + 4 + 4 + 1 + 12
     args.data.mkdir(parents=True, exist_ok=True)
     parts: list[Part] = []
     writer: TextWriter | None = None

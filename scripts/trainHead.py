@@ -1,12 +1,11 @@
-"""Train a head that guesses from a target's features (EAGLE-3, Li et al., arXiv 2503.01840), or Medusa's heads.
+"""Train a head that guesses from a target's features (EAGLE-3, Li et al., arXiv 2503.01840).
 
     python -m scripts.trainHead bundled-target models/my-head --texts books/ wiki.valid.tokens:8 --hours 0.5
     python -m scripts.trainHead SmolLM2-135M-Instruct models/my-head --texts books/ --hours 4 --draftVocab 8192
 
 The target writes the texts to train on and reads them (scripts/headTexts.py). All is kept in OUT, and the same command
 continues where one stopped. OUT/head-TARGET.json has the acceptance on text that is not trained on, over the tokens
-trained; with --ablation, ablation-TARGET.json that of each variant. `python -m scripts.keepRecord head-TARGET --from
-OUT` keeps it for the documentation.
+trained. `python -m scripts.keepRecord head-TARGET --from OUT` keeps it for the documentation.
 """
 
 import json
@@ -40,27 +39,16 @@ from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
 RECIPE = Recipe(batch=1024, lengths=(256,) * 7 + (1024,), adam_rate=4e-3, weight_decay=0.1)
-VARIANTS: dict[str, dict[str, Any]] = {  # of an ablation: what differs from RECIPE; eagle-1 is the first EAGLE's
-    "head": {},
-    "last-layer": {"layers": "last"},
-    "one-step": {"unroll": 1},
-    "no-opening": {"opening": 0.0},
-    "feature-loss": {"feature_loss": True},
-    "no-finish": {"finish": 0.0},
-    "eagle-1": {"layers": "last", "unroll": 1, "feature_loss": True, "finish": 0.0},
-    "medusa": {"kind": "medusa"},
-}
 TEXTS = "texts", "passages", "questions"  # of the flags: not in the record
-RECORDED = "kind", "layers", "unroll", "feature_loss", "opening", "finish"  # what files say of a recipe
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
 MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
 RIDGE = 1e-3  # of the mean square of what is read, added in the fit of a head's beginning
 
-# Both networks guess GAMMA tokens in a row. `chain(batch, steps)` gives their last hidden states, from which the output
-# layer guesses, in each step of a chain: `[steps, B, n, d]`. In step j, that at position t is for the j-th guess after
-# the true features of the tokens up to t - j. What is guessed is the token t + 1; the tokens guessed before it are
-# those of the text. So the first j - 1 positions of a text have no step j (`chain_weights`).
+# A head guesses GAMMA tokens in a row. `chain(batch, steps)` gives its last hidden states, from which the output layer
+# guesses, in each step of a chain: `[steps, B, n, d]`. In step j, that at position t is for the j-th guess after the
+# true features of the tokens up to t - j. What is guessed is the token t + 1; the tokens guessed before it are those of
+# the text. So the first j - 1 positions of a text have no step j (`chain_weights`).
 
 
 def chain_weights(text: Tensor, steps: int) -> Tensor:
@@ -121,38 +109,18 @@ def chain_attention(layer: nn.Module, x: Tensor, angles: Pair, text: Tensor, cac
     return layer.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-class MedusaHeads(nn.Module):
-    """Medusa's heads (Cai et al., arXiv 2401.10774): each guesses the token at its own distance from the target's last
-    hidden state alone, with a residual block before the target's output layer. In step j, that of the token t - j is
-    read at position t."""
-
-    def __init__(self, d: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(d, d) for _ in range(GAMMA))
-        for block in self.blocks:
-            nn.init.zeros_(block.weight)  # Each head begins as the target's own guess of the next token.
-            nn.init.zeros_(block.bias)
-
-    def chain(self, batch: TextBatch, steps: int) -> Tensor:
-        before = batch.before[..., -self.blocks[0].in_features :].float()
-        seen = [shifted(before, by) for by in range(steps)]
-        return torch.stack([x + F.silu(block(x)) for block, x in zip(self.blocks, seen)])
-
-
-def new_network(recipe: Recipe, target: CachedModel, tokens: Tensor | None) -> TrainedHead | MedusaHeads:
-    """An untrained network. tokens: those that the output layer is cut to, or None."""
+def new_network(target: CachedModel, tokens: Tensor | None) -> TrainedHead:
+    """An untrained head. tokens: those that the output layer is cut to, or None."""
     of_target = target.model.config.get_text_config()
     vocabulary, width = target.model.get_input_embeddings().weight.shape
     d, heads = of_target.hidden_size, of_target.num_attention_heads
-    if recipe.kind == "medusa":
-        return MedusaHeads(d)
     if width != d:
         raise UserError(f"{target.name} has embeddings whose width differs from its layers'; heads are not supported")
     sizes = {"num_attention_heads": heads, "num_key_value_heads": getattr(of_target, "num_key_value_heads", heads)}
     sizes |= {"intermediate_size": MLP * d, "max_position_embeddings": target.context}
     sizes |= of_target.to_dict() if llama_layers(target) else {}  # The head begins as its last layer.
     sizes |= {"vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    head = {"layers": headTexts.tapped(target, recipe.layers)}
+    head = {"layers": headTexts.tapped(target)}
     return TrainedHead.of(LlamaConfig(**sizes, head=head), target, tokens)
 
 
@@ -203,48 +171,41 @@ def texts_of(part: Part, output: RestrictedHead) -> list[TextBatch]:
 
 
 def head_trainer(
-    recipe: Recipe, out: Path, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
+    recipe: Recipe, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
 ) -> Trainer:
-    """The training of a head, or of Medusa's heads, in the folder `out`. parts: of `prepare_parts`, the first is held
-    out. output: the target's output layer, for the tokens that are guessed."""
+    """The training of a head in the folder `args.out`. parts: of `prepare_parts`, the first is held out. output: the
+    target's output layer, for the tokens that are guessed."""
     autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
     torch.manual_seed(args.seed)
-    network = new_network(recipe, target, output.tokens if args.draftVocab else None).to(target.device)
-    if isinstance(network, TrainedHead):
-        begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
-    out.mkdir(parents=True, exist_ok=True)
+    network = new_network(target, output.tokens if args.draftVocab else None).to(target.device)
+    begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
+    args.out.mkdir(parents=True, exist_ok=True)
     held_out = texts_of(parts[0], output)
-    about = {"recipe": {name: getattr(recipe, name) for name in RECORDED}, "tokens": output.tokens.tolist()}
+    shares = {"opening": recipe.opening, "finish": recipe.finish}
+    about = {"recipe": shares, "tokens": output.tokens.tolist()}
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
-        that the target rejects. The feature loss is not in its value."""
+        that the target rejects."""
         finishing = trainer.share >= 1 - recipe.finish
         batch = headTexts.random_windows(parts[1:], rows, length, (args.seed, trainer.step), output.weight)
-        steps = 1 if recipe.kind == "head" and trainer.share < recipe.opening else recipe.unroll
+        steps = 1 if trainer.share < recipe.opening else GAMMA
         with torch.autocast(target.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, steps).float()
         weights = chain_weights(batch.text, steps)
         weights *= (STEP_WEIGHT ** torch.arange(steps, device=weights.device))[:, None, None]
         weights /= weights.sum()
         flat = hidden.flatten(1, 2), batch.last.flatten(0, 1), batch.sums.flatten(0, 1), weights.flatten(1)
-        total = chain_loss(*flat, output, finishing)
-        if recipe.feature_loss and not finishing:
-            away = F.smooth_l1_loss(hidden, batch.last.float().expand_as(hidden), reduction="none").mean(-1)
-            feature_loss = (away * weights).sum()
-            total = total + (feature_loss - feature_loss.detach())
-        return total
+        return chain_loss(*flat, output, finishing)
 
     def measure(trainer: Trainer) -> dict[str, Any]:
         """The acceptance on text that is held out. The head is saved with it."""
         figures = headTexts.acceptance_on(network, output, held_out, autocast)
-        if isinstance(network, HeadNetwork):
-            measured = [{"step": trainer.step} | figures]
-            record = {"recipe": about["recipe"], "seed": args.seed, "measured": measured}
-            save_head(network, out, model_version(args.folder), record)
+        record = {"recipe": shares, "seed": args.seed, "measured": [{"step": trainer.step} | figures]}
+        save_head(network, args.out, model_version(args.folder), record)
         return figures
 
-    return Trainer(recipe, network, out.name, loss, measure, out / "training.pt", about)
+    return Trainer(recipe, network, args.out.name, loss, measure, args.out / "training.pt", about)
 
 
 def head_flags(argv: Sequence[str]) -> Namespace:
@@ -259,8 +220,6 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
     add("--steps", type=whole(1), help=of_steps)
     add("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
-    add("--variant", choices=list(VARIANTS), default="head", help="how and what to train (head)")
-    add("--ablation", action="store_true", help="train each variant for that time, and compare them")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
@@ -274,7 +233,7 @@ def head_flags(argv: Sequence[str]) -> Namespace:
 
 
 def train_heads(argv: Sequence[str]) -> None:
-    """Write the texts, then train the head, or the variants of the ablation, and write the record."""
+    """Write the texts, then train the head, and write the record."""
     args = head_flags(argv)
     tokenizer = load_tokenizer(args.folder)
     target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
@@ -288,27 +247,21 @@ def train_heads(argv: Sequence[str]) -> None:
         cut = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
     output = headTexts.output_layer(target, cut)
     end = {"tokens": args.steps * RECIPE.batch} if args.steps else {"seconds": 3600 * args.hours}
-    variants: dict[str, Any] = {}
-    for name in VARIANTS if args.ablation else [args.variant]:
-        out = args.out / name if args.ablation else args.out
-        recipe = replace(RECIPE, **end, **VARIANTS[name])
-        trainer = head_trainer(recipe, out, args, parts, target, output)
-        trainer.train()
-        parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
-        variants[name] = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
-        positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])
-        passing = f"{last['alpha']:.3f} of the tested guesses pass ({positions} by position)"
-        rounds = f"at gamma {GAMMA} that is {last['tokens_per_round']:.2f} tokens a round"
-        print(f"{out.name:>12}: {passing}; {rounds}", flush=True)
+    trainer = head_trainer(replace(RECIPE, **end), args, parts, target, output)
+    trainer.train()
+    parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
+    positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])
+    passing = f"{last['alpha']:.3f} of the tested guesses pass ({positions} by position)"
+    print(f"{passing}; at gamma {GAMMA} that is {last['tokens_per_round']:.2f} tokens a round", flush=True)
     # Of a folder or a file the record has the name alone.
     flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key not in TEXTS}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
     record = origin([Path(word).name for word in argv], flags, args.device, models)
-    record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": variants}
+    variant = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
+    record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": {"head": variant}}
     tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))
     record["written"] = {"tokens": tokens, "seconds": seconds}
-    name = f"{'ablation' if args.ablation else 'head'}-{args.folder.name}.json"
-    replace_file(args.out / name, json.dumps(record, ensure_ascii=False) + "\n")
+    replace_file(args.out / f"head-{args.folder.name}.json", json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

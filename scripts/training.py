@@ -28,7 +28,7 @@ from inputs.progress import Bar
 from utils import Sampling, UserError, least_kept, probabilities
 
 GAMMA = 4  # guesses of a round that a head is trained and measured for
-LAYERS = {"last": (1.0,), "three": (1 / 6, 1 / 2, 1.0)}  # where in the target a feature of a head comes from
+LAYERS = 1 / 6, 1 / 2, 1.0  # where in the target a feature of a head comes from
 LOG_LINES = 20  # of a training, each with a checkpoint
 PROGRESS = "step", "seconds", "history", "losses"  # what a checkpoint has of a training, beside weights and optimizers
 MUON_RATE = 0.02  # the highest
@@ -61,12 +61,8 @@ class Recipe:
     weight_decay: float = 0.0  # of matrices
 
     # A head only.
-    kind: str = "head"  # or "medusa"
-    layers: str = "three"  # of the target, whose hidden states make a feature: a key of LAYERS
-    unroll: int = GAMMA  # steps of the training-time test; with 1, it is trained on true features alone
     opening: float = 0.6  # the first share, with one step: on true features alone, which is several times faster
     finish: float = 0.15  # the last share, whose loss is the share of guesses that the target rejects
-    feature_loss: bool = False  # also learn the target's last hidden states (EAGLE, arXiv 2401.15077, section 4.2)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headTexts, trainHead, training
 from scripts.headTexts import TextBatch, batch_of, chat_pieces, hidden_states, output_layer
-from scripts.trainHead import RECIPE, begin_near_target, chain_weights, new_network, shifted
+from scripts.trainHead import begin_near_target, chain_weights, new_network, shifted
 from scripts.training import GAMMA, SAMPLING, chain_loss, distributions, output_logits, sums_of
 from specSampling import specSampling
 from utils import probabilities
@@ -29,7 +29,7 @@ SAMPLE = DATASETS / "sample" / "articles.raw"
 def make_small(monkeypatch):
     for name, value in {"TOGETHER": 4, "LENGTH": 96, "PROMPT": (4, 12), "TEXTS": 6, "HELD_OUT": 3}.items():
         monkeypatch.setattr(headTexts, name, value)
-    monkeypatch.setattr(trainHead, "RECIPE", replace(RECIPE, batch=128, lengths=(32, 64)))
+    monkeypatch.setattr(trainHead, "RECIPE", replace(trainHead.RECIPE, batch=128, lengths=(32, 64)))
     monkeypatch.setattr(training, "LOG_LINES", 1)
 
 
@@ -55,7 +55,7 @@ def target(request):
 def network(target):
     """An untrained head of it."""
     torch.manual_seed(1)
-    head = new_network(RECIPE, target, None)
+    head = new_network(target, None)
     for weight in [p for p in head.parameters() if p.requires_grad]:
         torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3 if weight.ndim == 2 else 0.1)
     return head
@@ -173,7 +173,7 @@ def test_what_is_not_guessed_never_passes(target):
     assert (ratio[:, following % 3 != 0] == 0).all() and (overlap <= 1).all()
 
 
-def test_a_short_training_makes_a_head_that_loads_and_the_ablation_every_variant(pair_folder, tmp_path, small, capsys):
+def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, capsys):
     out, folder = tmp_path / "head", pair_folder / "target"
     assert trainHead.main(command(folder, out, "--steps", 30, "--draftVocab", 100)) == 0
     assert "tokens a round" in capsys.readouterr().out
@@ -184,11 +184,6 @@ def test_a_short_training_makes_a_head_that_loads_and_the_ablation_every_variant
     assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
     assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
     assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
-    ablation = command(folder, tmp_path / "all", "--steps", 2, "--ablation", "--data", out / "texts")
-    assert trainHead.main(ablation) == 0
-    record = json.loads((tmp_path / "all" / "ablation-target.json").read_text())
-    assert list(record["variants"]) == list(trainHead.VARIANTS)
-    assert capsys.readouterr().out.count("tokens a round") == len(trainHead.VARIANTS)
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +198,13 @@ def sources(pair_folder, tmp_path_factory):
 
 
 def head_trainer(sources, out, steps=12, **changes):
-    recipe = trainHead.RECIPE
-    return trainHead.head_trainer(replace(recipe, tokens=steps * recipe.batch, **changes), out, *sources)
+    args, *others = sources
+    recipe = replace(trainHead.RECIPE, tokens=steps * trainHead.RECIPE.batch, **changes)
+    return trainHead.head_trainer(recipe, SimpleNamespace(**vars(args) | {"out": out}), *others)
 
 
-RECIPES = [{"finish": 0.5}, {"layers": "last", "feature_loss": True}, {"kind": "medusa"}]
-
-
-@pytest.mark.parametrize("changes", RECIPES)
-def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_path, changes):
-    whole, first, second = (head_trainer(sources, tmp_path / name, **changes) for name in ("whole", "cut", "cut"))
+def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_path):
+    whole, first, second = (head_trainer(sources, tmp_path / name, finish=0.5) for name in ("whole", "cut", "cut"))
     whole.train()
     for _ in range(7):
         first.one_step()
@@ -222,24 +214,23 @@ def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_
     for one, two in zip(whole.network.parameters(), second.network.parameters()):
         assert torch.equal(one, two)
     with refused("other flags"):
-        head_trainer(sources, tmp_path / "cut", **changes | {"unroll": 2}).train()
+        head_trainer(sources, tmp_path / "cut").train()
     file = tmp_path / "cut" / "training.pt"
     older = torch.load(file)
     del older["about"]  # as an older version wrote it
     for write in lambda: torch.save(older, file), lambda: file.write_bytes(b"broken"):
         write()
         with refused("cannot be read", "remove it"):
-            head_trainer(sources, tmp_path / "cut", **changes).train()
+            head_trainer(sources, tmp_path / "cut", finish=0.5).train()
 
 
-@pytest.mark.parametrize("kind, first", [("head", 1), ("medusa", GAMMA)])
-def test_a_training_begins_on_true_features_alone(sources, small, monkeypatch, tmp_path, kind, first):
-    trainer, steps = head_trainer(sources, tmp_path / "head", opening=0.5, kind=kind), []
+def test_a_training_begins_on_true_features_alone(sources, small, monkeypatch, tmp_path):
+    trainer, steps = head_trainer(sources, tmp_path / "head", opening=0.5), []
     chain = trainer.network.chain
     monkeypatch.setattr(trainer.network, "chain", lambda batch, count: steps.append(count) or chain(batch, count))
     for _ in range(12):
         trainer.one_step()
-    assert steps == [first] * 6 + [GAMMA] * 6
+    assert steps == [1] * 6 + [GAMMA] * 6
 
 
 def test_the_loss_goes_down(sources, small, tmp_path):
@@ -352,7 +343,7 @@ def test_a_head_begins_near_its_target(family):
     *texts, new = (a_batch(target, row[None]) for row in random_tokens(9, 100))
 
     def away(begun):
-        network = new_network(RECIPE, target, None)
+        network = new_network(target, None)
         if begun is not None:
             begin_near_target(network, target, begun)
         with torch.no_grad():
