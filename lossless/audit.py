@@ -39,7 +39,8 @@ class Auditor:
     target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
     p-value below which a test rejects them: each rejects an exact sampler's text with at most that probability.
     guessing: the method that guesses along the texts, a partial function as in `guesses_along`; None: no guesses are
-    known.
+    known. encoded: whether each text came without token ids, so that a few impossible tokens in it are no reason to
+    reject; empty: all had them.
     """
 
     target: Any
@@ -49,25 +50,18 @@ class Auditor:
     limit: float = limit_of(1)
     processes: Processes = SINGLE
     guessing: Any = None
+    encoded: Sequence[bool] = ()
 
-    def drawn(
-        self,
-        prompts: Texts,
-        texts: Texts,
-        sampling: Sampling,
-        lines: Sequence[int] = (),
-        retokenised: Sequence[bool] = (),
-    ) -> AuditFigures:
+    def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
         """The figures of texts that are drawn with `sampling`, and the conclusions. lines: the name of each text, as in
-        a file; none: from 1. retokenised: whether each came without token ids; none did if it is empty."""
-        encoded = np.array(retokenised or [False] * len(texts))
+        a file; none: from 1."""
         evidence = self.evidence(prompts, texts, sampling)
         figures = evidence.figures()
-        tests, fits = self.rejecting(evidence, figures, encoded), []
+        tests, fits = self.rejecting(evidence, figures), []
         fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
         for other in others(sampling) if tests else ():
             by_other = self.evidence(prompts[:fitted], texts[:fitted], other)
-            if not self.rejecting(by_other, by_other.figures(), encoded[:fitted]):
+            if not self.rejecting(by_other, by_other.figures()):
                 fits.append(asdict(other))
         findings = {
             "unit": self.unit,
@@ -82,10 +76,10 @@ class Auditor:
         }
         return cast(AuditFigures, figures | asdict(sampling) | findings)
 
-    def rejecting(self, evidence: Evidence, figures: EvidenceFigures, encoded: np.ndarray) -> list[str]:
-        """The tests that reject the texts. encoded: bool `[texts]`, those that the tokenizer wrote: a few impossible
-        tokens there are no reason to."""
+    def rejecting(self, evidence: Evidence, figures: EvidenceFigures) -> list[str]:
+        """The tests that reject the texts."""
         impossible, tokens = (array.sum(1) for array in (evidence.impossible == 1, ~np.isnan(evidence.surprise)))
+        encoded = np.array(self.encoded or [False] * len(tokens))[: len(tokens)]
         few = not impossible[~encoded].any() and impossible[encoded].sum() <= RETOKENISED * tokens[encoded].sum()
         return [test for test in seen_by(figures, self.limit) if test != "impossible" or not few]
 
@@ -197,13 +191,11 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         seed=settings.measuring.seed,
         processes=inputs.processes,
         guessing=guessing,
+        encoded=[text.was_text for text in texts],
     )
     rows = [text.prompt for text in texts], [text.tokens for text in texts]
-    lines, was_text = [text.line for text in texts], [text.was_text for text in texts]
-    if sampling.temperature:
-        figures: AuditFigures | GreedyAuditFigures = auditor.drawn(*rows, sampling, lines, was_text)
-    else:
-        figures = auditor.greedy(*rows, sampling, lines)
+    judge = auditor.drawn if sampling.temperature else auditor.greedy
+    figures = judge(*rows, sampling, [text.line for text in texts])
     named = {place["token"] for place in figures["places"]}
     source = {
         "kind": "lossless",
@@ -213,7 +205,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         "dtype": inputs.text_dtype,
         "written_in": written_in,
         "after_end": sum(bool(inputs.end_tokens & set(text.tokens[:-1])) for text in texts),
-        "retokenised": sum(was_text),
+        "retokenised": sum(auditor.encoded),
         "pieces": {str(token): decoded([token], inputs.tokenizer) for token in named},
     }
     append(cast(Line, source | figures))

@@ -70,15 +70,15 @@ def undrawn(tokens: Sequence[int]) -> Written:
 
 
 class TextWriter:
-    """Writes texts with the target: it continues passages, and answers users' turns, questions given by flag or []."""
+    """Writes texts with the target: it continues passages, and a chat model answers users' turns."""
 
-    def __init__(self, folder: Path, device: str, passages: Sequence[str], questions: Sequence[str], seed: int) -> None:
+    def __init__(self, folder: Path, device: str, passages: Sequence[str], seed: int) -> None:
         self.tokenizer = load_tokenizer(folder)
         target = load_model(folder, self.tokenizer, pick_dtype(device), device)
         self.length = min(LENGTH, target.context)
         self.target = compiled(target) if device == "cpu" else target
         self.ends = end_tokens(folder, self.tokenizer)
-        self.questions, self.seed = questions, seed
+        self.seed = seed
         self.pieces = chat_pieces(self.tokenizer) if self.tokenizer.chat_template else None
         different = list(dict.fromkeys(passages))  # A text of --texts that counts several times has each so often.
         first = set(random.Random(seed).sample(different, max(1, len(different) // 10)))
@@ -116,15 +116,13 @@ class TextWriter:
 
     def conversations(self, count: int, sampling: Sampling) -> list[Written]:
         """Conversations of TURNS turns. The target writes the users' turns too, after the template's beginning. But
-        the first ones are questions that were given by flag, or some of them tasks about a passage."""
+        some of the first ones are tasks about a passage."""
         before, after_user, after_model = self.pieces or [[]] * 3
         texts = [undrawn(before)] * count
         for turn in range(TURNS):
             first_turns: list[list[int]] = []
             if turn:
                 texts = [self.without_end(text) + undrawn(after_model) for text in texts]
-            elif self.questions:
-                first_turns = [self.encoded(question) for question in self.rng.choices(self.questions, k=count)]
             else:
                 tasks = self.rng.choices(INSTRUCTIONS, k=round(TASKS * count))
                 first_turns = [self.passage(f"{task}\n\n") for task in tasks]
@@ -244,7 +242,7 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
             if not file.exists():
                 check_disk(args.data, left * bytes_of_token)
                 if writer is None:
-                    writer = TextWriter(args.folder, args.device, args.passages, args.questions, args.seed)
+                    writer = TextWriter(args.folder, args.device, args.passages, args.seed)
                     output = checked_output_layer(target)
                 begin, temporary = time.monotonic(), file.with_name(f".{file.name}")
                 part = read_states(writer.write(len(parts), TEXTS if parts else HELD_OUT), target, output)

@@ -29,7 +29,6 @@ from engine.cachedModel import CachedModel
 from inputs.commandLine import as_command, number, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT
-from inputs.models import find_model
 from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, random_windows, read_documents, read_passages
 from scripts.training import Recipe, Trainer, chain_loss
 from utils import UserError
@@ -86,7 +85,6 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     parser = script_parser("python -m scripts.trainBundled", __doc__)
     add, texts = parser.add_argument, "files or folders to train on; PATH:3 counts it three times"
     add("--texts", nargs="+", type=text, required=True, help=texts)
-    add("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which to train")
     minutes = "at most this long for each stage, and for the texts"
     add("--minutes", type=number(0.01, 10**6), default=math.inf, help=minutes)
     add("--out", type=path, default=ROOT / "models")
@@ -96,11 +94,8 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     if not os.path.isdir(args.out):
         raise UserError(f"--out {args.out} is not a folder")
     args.out = Path(os.path.abspath(args.out))
-    for teacher in {MODELS[name][2] for name in args.models} - {None, *args.models}:
-        find_model(args.out / f"bundled-{teacher}")
-    args.device, args.questions = pick_device(args.device), []
-    if any(recipe.acceptance for name in args.models for recipe in MODELS[name][-1]):
-        args.passages = read_passages(args.texts)  # Now: the texts are written hours later.
+    args.device = pick_device(args.device)
+    args.passages = read_passages(args.texts)  # Now: the draft's texts are written hours later.
     return args
 
 
@@ -122,7 +117,7 @@ def train_bundled(args: Namespace) -> None:
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} characters, {len(tokens):,} tokens", flush=True)
     if len(tokens) <= 2 * CONTEXT:
         raise UserError(f"--texts has {len(tokens)} tokens, too few for rows of {CONTEXT}; add more texts")
-    for name in args.models:
+    for name in MODELS:
         train_model(args, name, tokenizer, tokens)
 
 

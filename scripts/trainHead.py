@@ -31,7 +31,6 @@ from inputs.commandLine import as_command, number, path, script_parser, text, wh
 from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
-from inputs.texts import find_prompts, read_questions
 from scripts import headTexts
 from scripts.headTexts import Part, TextBatch
 from scripts.training import GAMMA, Pair, Recipe, Trainer, chain_loss
@@ -39,7 +38,7 @@ from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
 RECIPE = Recipe(batch=1024, lengths=(256,) * 7 + (1024,), adam_rate=4e-3, weight_decay=0.1)
-TEXTS = "texts", "passages", "questions"  # of the flags: not in the record
+TEXTS = "texts", "passages"  # of the flags: not in the record
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
 MLP = 4  # width of the MLP, as a multiple of the head's, where it is not that of the target's last layer
@@ -214,7 +213,6 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     add("target", type=text, help="the model whose head is trained: a folder of models/, or a path")
     add("out", type=path, metavar="OUT", help="the folder of the head")
     add("--texts", nargs="+", type=text, default=["sample"], help="texts whose passages the target continues (sample)")
-    add("--prompts", type=text, help="a JSONL file of users' turns, for a chat model (it writes them)")
     add("--written", type=whole(1), default=headTexts.WRITTEN, help="tokens the target writes (2,000,000)")
     add("--data", type=path, help="where the texts and their hidden states are kept (OUT/texts)")
     add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
@@ -225,9 +223,6 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     args = parser.parse_args(argv)
     args.folder, args.device = find_model(args.target), pick_device(args.device)
     args.data = args.data or args.out / "texts"
-    if args.prompts and find_prompts(args.prompts).resolve() == find_prompts("sample").resolve():
-        raise UserError(f"--prompts {args.prompts} are reserved for measuring heads; train on other prompts")
-    args.questions = [question.turns[0] for question in read_questions(args.prompts)] if args.prompts else []
     args.passages = headTexts.read_passages(args.texts)
     return args
 

@@ -40,7 +40,7 @@ def drawn(target, sampling, rows=64):
 
 def judged(target, written_with, sampling, **options):
     """The figures of the target's texts that were drawn with one sampling and are judged by another."""
-    return Auditor(target, None, UNIT).drawn(*drawn(target, written_with), sampling, **options)
+    return Auditor(target, None, UNIT, **options).drawn(*drawn(target, written_with), sampling)
 
 
 @pytest.mark.parametrize("moved", [0.0, 0.1])
@@ -107,8 +107,8 @@ def test_a_few_impossible_tokens_may_be_the_tokenizers(target):
     texts[0][5] = int(target.score(torch.tensor([[*prompts[0], *texts[0][:5]]]))[0, -1].argmin())
     for first, rest, tests in (False, True, ["impossible"]), (False, False, ["impossible"]), (True, True, []):
         rows = [first] + [rest] * (len(texts) - 1)
-        assert Auditor(target, None, UNIT).drawn(prompts, texts, NUCLEUS, retokenised=rows)["seen_by"] == tests
-    found = judged(target, Sampling(1.0, 0, 1.0), NUCLEUS, retokenised=[True] * len(texts))
+        assert Auditor(target, None, UNIT, encoded=rows).drawn(prompts, texts, NUCLEUS)["seen_by"] == tests
+    found = judged(target, Sampling(1.0, 0, 1.0), NUCLEUS, encoded=[True] * len(texts))
     assert found["impossible"] > RETOKENISED * found["tokens"] and "impossible" in found["seen_by"]
 
 

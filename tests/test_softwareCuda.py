@@ -9,7 +9,6 @@ import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -17,7 +16,6 @@ import softwareCuda
 import torch
 from conftest import of_kind, prompted, refused
 from helpers import FULL, compiled_roles, roles
-from torch.autograd import DeviceType
 from transformers import GPTNeoXConfig
 
 import inputs.models as loaders
@@ -428,13 +426,8 @@ def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch,
     for shape in "pythia-1.4b", "pythia-160m":
         monkeypatch.setitem(randomModels.SHAPES, shape, (32, 1, 2))
     monkeypatch.setattr(selfCheck, "CHECKED", "fixed,lookup")
-    wait = SimpleNamespace(name="cudaStreamSynchronize", device_type=DeviceType.CPU)
-    kernel = SimpleNamespace(name="gemm", device_type=DeviceType.CUDA)
-    seen = SimpleNamespace(events=lambda: [wait, kernel, kernel] * 70)
-    monkeypatch.setattr(selfCheck, "profile", lambda **_: contextlib.nullcontext(seen))
     assert cli.main(["--check", "--device", device]) == 0
     page = capsys.readouterr().out
-    assert ("kernels" in page) == (device == "cuda")
     assert "Every method writes plain decoding's greedy text." in page and "Memory is read at" in page
     assert "Speed of pythia-2.8b with pythia-70m needs" in page
     monkeypatch.setitem(VERIFICATIONS, "token", always_accept)

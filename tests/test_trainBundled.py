@@ -21,7 +21,7 @@ def test_a_short_training_writes_models_that_load(tmp_path, monkeypatch, capsys)
     models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
     texts = f"--texts {DATASETS / 'sample/articles.raw'} {DATASETS / 'sample'}"
-    command = f"{texts} --models target draft --out {tmp_path} --device cpu"
+    command = f"{texts} --out {tmp_path} --device cpu"
     assert trainBundled.main(command.split()) == 0
     printed = capsys.readouterr().out
     assert {file.name for file in tmp_path.iterdir()} == {"bundled-target", "bundled-draft"}

@@ -271,7 +271,7 @@ PASSAGES = [f"{i} " + "word " * 99 for i in range(30)]
 
 
 def test_a_passage_that_counts_twice_is_held_out_with_its_copy(model_folder):
-    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES * 2, [], 0)
+    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES * 2, 0)
     assert not set(writer.held_out) & set(writer.trained_on)
     assert sorted(writer.held_out + writer.trained_on) == sorted(PASSAGES * 2) and len(writer.held_out) == 6
 
@@ -280,7 +280,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     """The target says the same in every turn."""
     template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<|endoftext|>{% endfor %}"
     (model_folder / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<assistant>{% endif %}")
-    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES, [], 0)
+    writer = headTexts.TextWriter(model_folder, "cpu", PASSAGES, 0)
     monkeypatch.setattr(headTexts, "regrSampling", lambda prompts, *_, **options: ([[7, 8, 0] for _ in prompts], None))
     for name, value in {"TURN": 4, "ANSWER": 8, "STARTED": 0.0}.items():
         monkeypatch.setattr(headTexts, name, value)
@@ -299,8 +299,6 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     task = texts[0][len(first) : -(len(turns) - len(first) - 2)]
     assert any(words.startswith(writer.tokenizer.decode(task)[:9]) for words in headTexts.INSTRUCTIONS)
     assert texts[0] == [*first, *task, *turns[len(first) + 2 :]]
-    writer.questions = ["word"]
-    assert conversations()[0] == [[*first, *writer.tokenizer("word")["input_ids"], *turns[len(first) + 2 :]]] * 2
     monkeypatch.setattr(headTexts, "STARTED", 1.0)
     whole = writer.tokenizer.decode(conversations()[0][0])
     assert any(writer.tokenizer.decode(after_model) + words in whole for words in headTexts.STARTS)
@@ -311,7 +309,6 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
     [
         ("T --texts nowhere", "no such path exists"),
         ("T --texts SHORT", "passages"),
-        ("T --prompts sample", "reserved for measuring"),
         ("T --steps 0", "--steps"),
         ("nowhere --steps 1", "there is no model"),
         ("T --draftVocab 301 --steps 1", "exceeds the vocabulary of 300"),
