@@ -192,9 +192,8 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a distance of {power['variation']:.2g} in the order of {line['order']}."
         )
-        if "variation" in line:
-            low, high = line["variation"]
-            yield f"The distance is between {low:.2g} and {high:.2g} there, with {CONFIDENCE:.0%} confidence."
+        low, high = line["variation"]
+        yield f"The distance is between {low:.2g} and {high:.2g} there, with {CONFIDENCE:.0%} confidence."
 
 
 def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:

@@ -143,10 +143,9 @@ def headline(lines: Sequence[Line]) -> str:
     speed = of_kind(lines, schema.SpeedLine)
     if speed := [line for line in speed if line["method"] in METHODS and METHODS[line["method"]].lossless]:
         last = speed[-1]["mode"], speed[-1]["promptLen"]
-        texts, queues = (
-            [line for line in kind if (line["mode"], line["promptLen"]) == last]
-            for kind in (speed, of_kind(lines, schema.QueueLine))
-        )
+        texts = [line for line in speed if (line["mode"], line["promptLen"]) == last]
+        queues = of_kind(lines, schema.QueueLine)
+        queues = [line for line in queues if (line["mode"], line["promptLen"]) == last]
         rows = summarize(texts, queues=queues)
         best = max(rows, key=lambda row: nan_to_num(row["speedup"][0]))
         if best["method"] != "target":

@@ -1,8 +1,6 @@
 """`self_check`: whether a device decodes correctly, and how fast it can be, on one page (`test.py --check`). It runs
 the bundled models, times random weights, and computes where Pythia-2.8b would fit."""
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -47,7 +45,7 @@ def self_check(device: str | None) -> int:
 
 
 def about(device: str) -> Iterator[str]:
-    """The device, its driver and the versions; whether Pythia's pair fits, as it is timed and as its perplexity is
+    """The device and the versions; whether Pythia's pair fits, as it is timed and as its perplexity is
     measured; how fast memory is read, and how fast a forward of one token reads its weights."""
     versions, on_gpu, dtype = machine(device), device.startswith("cuda"), pick_dtype(device)
     yield f"{versions['processor']} ({device}), {versions['threads']} threads, {versions['system']}"
@@ -55,10 +53,6 @@ def about(device: str) -> Iterator[str]:
     yield f"Python {versions['python']}, {torch_build}, transformers {versions['transformers']}"
     if on_gpu:
         yield "compute capability {}.{}".format(*torch.cuda.get_device_capability(device))
-        if shutil.which("nvidia-smi"):
-            figures = "--query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem,power.limit"
-            command = ["nvidia-smi", figures, "--format=csv"]
-            yield subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     free = available_memory(device)
     yield f"Free memory: {gigabytes(free)}. Weights are in {dtype} by default."
     for use, name in ("speed", dtype), ("perplexity", "float32"):
