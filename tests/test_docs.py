@@ -306,11 +306,11 @@ def check(words, monkeypatch):
     name, flags = (words[at + 1], words[at + 2 :]) if words[at] == "-m" else (words[at][:-3], words[at + 1 :])
     if name == "pytest":
         assert (ROOT / flags[0]).is_file()
-    elif name == "benchmark" and {"--peers", "--text-check", "--shapes"} & {*flags}:
+    elif "--ablation" in flags:
         return  # the command of a kept record
     elif name in ("test", "benchmark") and "--help" not in flags:
         settings.parse([*PRESET * (name == "benchmark"), *flags])
-    elif name not in ("mine", "scripts.NAME") and "--help" not in flags and flags != ["--measure"]:  # of a kept record
+    elif name not in ("mine", "scripts.NAME") and "--help" not in flags:
         with monkeypatch.context() as patch, pytest.raises(Parsed) if flags else nullcontext():
             patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
             patch.setattr("sys.argv", [name, *flags])
@@ -362,7 +362,7 @@ def test_every_flag_that_is_named_exists(cli, capsys):
             script.main(["--help"])
     known = {"--help", *re.findall(r"--[\w-]+", capsys.readouterr().out)}
     known |= set(launch_command_parser()._option_string_actions)  # of `accelerate launch`
-    known |= {"--measure", "--peers", "--text-check", "--shapes"}  # as kept records were made
+    known |= {"--ablation", "--peers", "--text-check", "--shapes"}  # of earlier versions
     known |= {"--nodes", "--ntasks-per-node", "--gpus-per-node"}  # of SLURM
     for path in TEXTS:
         named = set(re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", render.MARK.sub("", read(path))))
