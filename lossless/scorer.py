@@ -113,13 +113,17 @@ class TextScorer:
             log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             entropy = -(p * log).sum(-1)
             variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
-            log_mgf = torch.stack([(p * (-s * log).exp()).sum(-1).log() - s * entropy for s in TILTS], -1)
+            half = p.sqrt()
+            quarter = half.sqrt()
+            eighth = quarter.sqrt()
+            powers = p * p, p * half, p * quarter, p * eighth, half * quarter * eighth, half * quarter, half, p > 0
+            log_mgf = [power.sum(-1).log() - s * entropy for power, s in zip(powers, TILTS)]  # of p^(1 - s)
             lost = (p_x[..., 0] == 0) & batch.written
             impossible = torch.zeros_like(lost)
             if lost.any():
                 impossible[lost] = ~self.cut_by_rounding(scores[lost], x[lost], None if seen is None else seen[lost])
             u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, log_mgf, impossible.float()]
+            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, torch.stack(log_mgf, -1), impossible.float()]
             if guesses is not None:
                 guess = torch.from_numpy(guesses[part, : x.shape[1]]).to(x.device)
                 none, chances = (guess < 0) | lost[..., None], p.gather(-1, guess.clamp(min=0))
