@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import fcntl
 import os
 import subprocess
 import sys
@@ -107,10 +108,12 @@ def test_what_is_appended_while_a_rendering_waits_is_shown(tmp_path):
     """Else the one that read first could write last, and what the other had finished would be missing."""
     store = results.Results(tmp_path)
     rendering = threading.Thread(target=store.render)
-    with store.lock():
-        rendering.start()
-        rendering.join(0.1)
-        store.append(kind="run", run="second")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    rendering.start()
+    rendering.join(0.1)
+    store.append(kind="run", run="second")
+    os.close(folder)
     rendering.join()
     assert "Run second" in store.text.read_text()
 
