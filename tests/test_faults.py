@@ -1,8 +1,8 @@
 """What users, disks, networks and models do to a run: one clear line, and nothing that was measured is lost."""
 
 import contextlib
-import io
 import fcntl
+import io
 import os
 import subprocess
 import sys
