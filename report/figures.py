@@ -10,12 +10,12 @@ import matplotlib
 import numpy as np
 
 from experiments import schema
-from experiments.intervals import Interval, Range, summarize
+from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
 from experiments.schema import CostsLine, Line, LosslessLine, RunLine, SpeedLine, of_kind
 from experiments.theory import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import Prediction, measured_on, swept_texts
+from report.runTables import ALONE, Prediction, measured_on, swept_texts
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -39,10 +39,12 @@ THEORIES = {  # {key of `theory.predict`: style of the line, label}
 def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]:
     """Draw each figure for which the run has lines. Returns their paths in the folder of the results. One that cannot
     be written is said and left out."""
+    timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     needed = {
-        draw_speed: [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"],
+        draw_speed: [line for line in timed if line["mode"] == "compare"],
         draw_sweep: of_kind(lines, CostsLine),
         draw_batches: of_kind(lines, schema.BatchCostsLine),
+        draw_categories: categories(timed),
         draw_lossless: of_kind(lines, LosslessLine),
     }
     names = []
@@ -180,6 +182,32 @@ def draw_batches(lines: Sequence[Line]) -> Figure:
     for axes, (title, predictions) in zip(grid[0], panels.items()):
         draw_heat_map(axes, predictions, "batch (tokens/s of plain decoding)", reach)
         axes.set_title(f"speed-up, {title}; bold: the best gamma")
+    return figure
+
+
+def draw_categories(lines: Sequence[Line]) -> Figure:
+    """Draw the speed-up of each method as bars, category by category, as Spec-Bench defines it. lines: of the first
+    mode that has such a table."""
+    speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
+    groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
+    methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
+    figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4))
+    width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
+    for number, (method, colour) in enumerate(zip(methods, colours)):
+        rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
+        middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
+        places = np.arange(len(groups)) + width * (number - (len(methods) - 1) / 2)
+        axes.bar(places, middle - 1, 0.9 * width, bottom=1, color=colour, label=name_of(method))
+        axes.errorbar(places, middle, np.nan_to_num([middle - low, high - middle]), fmt="none", color=DARK, capsize=2)
+    axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
+    names = [fill("overall" if name == OVERALL else visible(name, ""), 16) for name in groups]
+    axes.set_xticks(range(len(groups)), names, parse_math=False)
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(ylabel="speed-up over plain decoding")
+    bars = f"95 % intervals, or ranges of fewer than {FEW} questions or processes"
+    axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}")
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure
 
 

@@ -23,7 +23,7 @@ from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from report import figures
 from report.runTables import measured_on
-from scripts.blocks import BENCHMARKS, BLOCKS, COSTED, TRAININGS
+from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
 from scripts.costFrontier import draw_cost
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import MEASURED, Records, command_of
@@ -38,6 +38,7 @@ FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of 
     "sweep": figures.draw_sweep,
     "lossless": figures.draw_lossless,
     **dict.fromkeys(("batch-copy", "batch-bundled"), figures.draw_batches),
+    **dict.fromkeys(CATEGORIES, figures.draw_categories),
     **dict.fromkeys(BENCHMARKS, figures.draw_speed),
     **dict.fromkeys(TRAININGS, figures.draw_trainings),
     **{f"cost-{target}": draw_cost for target in COSTED},

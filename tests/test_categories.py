@@ -21,6 +21,7 @@ from inputs import files
 from inputs.hub import HubFile, Manifest
 from inputs.models import load_tokenizer
 from inputs.texts import MT_BENCH, Question, encode_turn, read_questions
+from report import figures
 from report.results import show
 
 STORY = [
@@ -128,6 +129,8 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(run, fl
         run("--rerun 1", base=[])  # The answers are the same again.
     text = (tmp_path / "results.txt").read_text()
     assert "Speed by category" in text and OVERALL.split()[0] in text
+    assert f"Figure: figures/categories-{timed[0]['run']}.png" in text
+    assert (tmp_path / "figures" / f"categories-{timed[0]['run']}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_a_model_is_loaded(run, flags, tmp_path, capsys, monkeypatch):
@@ -219,6 +222,14 @@ def test_the_table_has_a_row_for_each_category_and_method():
     assert max(map(len, lines)) <= 100
     plain = [{key: value for key, value in line.items() if key != "category"} for line in LINES]
     assert "by category" not in shown(plain)
+
+
+def test_the_figure_has_a_bar_for_each_category_and_method():
+    lines = [*LINES, *(line | {"mode": "speed"} for line in LINES), text("target", 0, 8, 1.0, mode="sweep")]
+    (axes,) = figures.draw_categories(lines).axes
+    assert [bar.get_y() + bar.get_height() for bar in axes.patches] == [2.0, 2.0, 2.0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["qa", "[b]rag", "overall"]
+    figures.plt.close("all")
 
 
 # Spec-Bench's own file.
