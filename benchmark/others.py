@@ -23,20 +23,21 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from benchmark.peers import MODELS, OtherMethod, Peer, PeerError, Source
+from benchmark.peers import MODELS, SPACE, OtherMethod, Peer, PeerError, Source, check_free
 from decoding.rows import Record
 from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, EngineLine, GreedyAuditFigures
 from experiments.speed import Timed, Written
 from inputs.devices import available_memory
-from inputs.models import model_limits, model_version
+from inputs.models import model_limits, model_version, weight_files
 from inputs.progress import followed
 from inputs.texts import write_texts
 from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from methods import customGenerate
 from methods.catalogue import METHODS
+from methods.programs.program import FROM_FOLDER
 from utils import GREEDY, Sampling, UserError
 
 COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
@@ -61,9 +62,10 @@ class LibraryMethod(OtherMethod):
         batch: int = 1,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        self.kind, self.model, self.gamma = name.partition(":")[2], models["target"], gamma
-        super().__init__(name, str(self.model.dtype).removeprefix("torch."), batch)
+        self.kind, self.model = name.partition(":")[2], models["target"]
+        super().__init__(name, str(self.model.dtype).removeprefix("torch."), gamma, batch)
         self.version = transformers.__version__
+        self.settings = {"gamma": gamma} if self.kind in ("lookup", "draft", "custom") else {}
         self.assistant = models["draft"] if self.kind in ("draft", "assisted") else None
         outside = list(range(vocabulary, self.model.config.vocab_size))
         self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and self.kind != "custom" else {}
@@ -155,7 +157,7 @@ class Float32Model:
     """
 
     def __init__(self, folder: Path, vocabulary: int, device: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(device)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **FROM_FOLDER).eval().to(device)
         self.vocabulary, self.device, self.dtype = vocabulary, self.model.device, self.model.dtype
 
     @torch.inference_mode()
@@ -183,10 +185,10 @@ def check_greedy(
 
 def method_of(name: str, inputs: Inputs, batch: int = 1) -> OtherMethod:
     """A method of another program, which is not loaded yet. batch: the texts that it must be able to decode at once."""
+    gamma = inputs.settings.decoding.gamma_of("fixed", looks_up=name.endswith(":lookup"))
     if METHODS[name].engine != "generate":
-        return Peer(name, inputs.dtype, batch)
+        return Peer(name, inputs.dtype, gamma, batch)
     vocabulary = model_limits(inputs.folders["target"], inputs.tokenizer).vocabulary
-    gamma = inputs.settings.decoding.gamma_of("fixed")
     return LibraryMethod(name, inputs.library, vocabulary, gamma, batch, inputs.tokenizer)
 
 
@@ -224,11 +226,15 @@ def other_methods(
     batch = inputs.settings.measuring.batch or 1
     methods = {name: method_of(name, inputs, batch) for name in names}
     try:
+        checked = dict[str, Timed]()
         for line in check_programs(inputs, models, methods, prompts, sampling, max_len) if methods else ():
             append(line)
-        yield {name: partial(timed, method, max_len, sampling) for name, method in methods.items() if not method.failed}
+            if not line["failed"]:
+                method = methods[line["method"]]
+                checked[method.name] = partial(timed, method, line, append, max_len, sampling)
+        yield checked
         for name, method in methods.items():
-            if method.failed:  # also of those that failed while they were timed
+            if method.failed:
                 print(f"{name} is left out: {method.failed}")
     finally:
         for method in methods.values():
@@ -245,30 +251,35 @@ def check_programs(
 ) -> Iterator[EngineLine]:
     """Load and check the methods: the line of each. With synthetic acceptance, texts are not the target's and are not
     checked."""
-    settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
-    alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
-    sources, vocabulary = sources_of(inputs, models), models["target"].vocabulary
-    references = {role: Float32Model(source.folder, vocabulary, inputs.device) for role, source in sources.items()}
-    target, draft = references["target"], references.get("draft")
+    settings, sources, vocabulary = inputs.settings, sources_of(inputs, models), models["target"].vocabulary
+    alpha, seed = settings.decoding.acceptance, settings.measuring.seed
+    folder_of_texts = settings.output.texts if sampling.temperature else None  # Greedy text says nothing of sampling.
     prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
-    memory, context = available_memory("cpu"), max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
+    judging = {role: source.folder for role, source in sources.items() if folder_of_texts or role == "target"}
+    needed = SPACE * sum(file.stat().st_size for folder in judging.values() for file in weight_files(folder))
+    judges = dict[str, Float32Model]()
+    memory = available_memory("cpu") - needed
+    context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
     for name, method in followed(list(methods.items()), "other programs", len(methods)):
-        greedy = drawn = None
+        greedy, drawn, texts = None, None, []
         judged = alpha is None or not METHODS[name].guesses
         try:
+            if judged and not judges:
+                check_free("checking its text", needed, available_memory(inputs.device), "of memory")
+                judges = {role: Float32Model(path, vocabulary, inputs.device) for role, path in judging.items()}
             # What a program maps from a file counts as available, and must stay in memory all the same.
             free = memory - sum(other.memory for other in methods.values())
-            method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
+            method.load(sources, context + 2 * method.gamma + 8, free, alpha)
             if judged:
-                greedy = check_greedy(method, target, prompts, seed)
-            if judged and folder_of_texts and sampling.temperature:  # Greedy text says nothing of sampling.
+                greedy = check_greedy(method, judges["target"], prompts, seed)
+            if judged and folder_of_texts:
                 texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, seed)
-                auditor = Auditor(target, draft, method.unit_roundoff, seed, limit_of(len(methods)))
-                drawn = auditor.drawn(prefixes, texts, sampling)
-                pairs = list(zip(prefixes, map(list, texts)))
-                write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
+                pair, limit = (judges["target"], judges.get("draft")), limit_of(len(methods))
+                drawn = Auditor(*pair, method.unit_roundoff, seed, limit).drawn(prefixes, texts, sampling)
         except (PeerError, UserError, ValueError, OSError) as error:
             method.fail(error)
+        if drawn and folder_of_texts:  # Not above: a full disk is no fault of the program.
+            write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", zip(prefixes, texts))
         yield {
             "kind": "lossless",
             "test": "engine",
@@ -285,6 +296,8 @@ def check_programs(
 
 def timed(
     method: OtherMethod,
+    line: EngineLine,
+    append: Append,
     max_len: int,
     sampling: Sampling,
     prompts: Sequence[list[int]],
@@ -292,11 +305,13 @@ def timed(
     batch: int,
     first: int | None = None,
 ) -> Written:
-    """A method as `speed.time_texts` calls it. If it fails, its times are nan from then on."""
+    """A method as `speed.time_texts` calls it. If it fails, its times are nan from then on, and its line of results is
+    appended once more, with the reason."""
     if method.failed is None:
         seeds = [generator.initial_seed() for generator in generators]
         try:
             return method.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
         except PeerError as error:
-            method.fail(error)
+            method.fail(PeerError(f"it failed while it was timed, and its earlier texts stay in the record: {error}"))
+            append({**line, "failed": method.failed})
     return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]

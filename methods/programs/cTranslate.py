@@ -64,7 +64,7 @@ class CTranslate(Program):
         self.generator = self.library.Generator(
             self.request.target, compute_type=self.request.precision, intra_threads=threads
         )
-        return min(self.generate(self.TRIAL)[1][-1][0] for _ in range(self.TRIALS))
+        return min(self.generate(self.TRIAL).times[-1][0] for _ in range(self.TRIALS))
 
     def generate(self, request: TextRequest) -> Answer:
         self.library.set_random_seed(request.seed)
@@ -83,4 +83,4 @@ class CTranslate(Program):
             callback=lambda step: times.append((time.perf_counter() - start, 1)),
             **options,
         )
-        return result.sequences_ids[0], times
+        return Answer(result.sequences_ids[0], times)
