@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,14 +151,17 @@ class InFloat32(TorchFunctionMode):
 
 
 class Float32Model:
-    """The model in a folder, with the weights that other programs read, computing in float32.
+    """The model in the folder of a source, with the weights that other programs read, computing in float32.
 
-    Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow.
+    Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow. memory:
+    bytes that it takes. Raises PeerError if there are fewer.
     """
 
-    def __init__(self, folder: Path, vocabulary: int, device: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, **FROM_FOLDER).eval().to(device)
-        self.vocabulary, self.device, self.dtype = vocabulary, self.model.device, self.model.dtype
+    def __init__(self, source: Source, device: str) -> None:
+        self.memory = SPACE * sum(file.stat().st_size for file in weight_files(source.folder))
+        check_free("checking its text", self.memory, available_memory(device), "of memory")
+        self.model = AutoModelForCausalLM.from_pretrained(source.folder, **FROM_FOLDER).eval().to(device)
+        self.vocabulary, self.device, self.dtype = source.vocabulary, self.model.device, self.model.dtype
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
@@ -168,13 +171,13 @@ class Float32Model:
 
 
 def check_greedy(
-    method: OtherMethod, target: Float32Model, prompts: Sequence[list[int]], seed: int
+    method: OtherMethod, target: Float32Model, prompts: Sequence[list[int]], sampling: Sampling, seed: int
 ) -> GreedyAuditFigures:
-    """The figures of greedy texts. Raises ValueError if rounding does not explain one of their tokens, and PeerError if
-    the program fails."""
-    batch = min(CHECKED_BATCH, method.batch)
-    texts, _ = method.write(prompts, GREEDY_TOKENS, GREEDY, [seed] * len(prompts), batch)
-    figures = Auditor(target, None, method.unit_roundoff, seed).greedy(prompts, texts, GREEDY)
+    """The figures of greedy texts with the repetition penalty of `sampling`. Raises ValueError if rounding does not
+    explain one of their tokens, and PeerError if the program fails."""
+    sampling = replace(GREEDY, repetition_penalty=sampling.repetition_penalty)
+    texts = drawn_texts(method, prompts, GREEDY_TOKENS, sampling, seed)
+    figures = Auditor(target, None, method.unit_roundoff, seed).greedy(prompts, texts, sampling)
     if figures["beyond"]:
         raise ValueError(
             f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
@@ -201,9 +204,10 @@ def drawn_texts(
 
 
 def sources_of(inputs: Inputs, models: LoadedModels) -> dict[str, Source]:
-    """{role: what a program converts} of the target and the draft."""
+    """{role: what a program converts} of the target and of a draft with its tokenizer."""
     sources: dict[str, Source] = {}
-    for role in [role for role in ("target", "draft") if role in inputs.folders]:
+    roles = ["target"] if inputs.translation else ["target", "draft"]
+    for role in [role for role in roles if role in inputs.folders]:
         model, folder = models[role], inputs.folders[role]
         slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
         converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
@@ -221,77 +225,56 @@ def other_methods(
     max_len: int,
     append: Append,
 ) -> Iterator[dict[str, Timed]]:
-    """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. A line
-    of results describes each, with the reason if it is left out. They run until the context ends."""
-    batch = inputs.settings.measuring.batch or 1
-    methods = {name: method_of(name, inputs, batch) for name in names}
-    try:
-        checked = dict[str, Timed]()
-        for line in check_programs(inputs, models, methods, prompts, sampling, max_len) if methods else ():
+    """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. Each is
+    loaded and checked first, and a line of results describes it, with the reason if it is left out. They run until the
+    context ends."""
+    settings, methods, checked = inputs.settings, dict[str, OtherMethod](), dict[str, Timed]()
+    alpha, folder, judges = settings.decoding.acceptance, settings.output.texts, dict[str, Float32Model]()
+    prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
+    context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
+    sources = sources_of(inputs, models) if names else {}
+    memory = available_memory("cpu")
+    with ExitStack() as stack:
+        for name in followed(names, "other programs", len(names)):
+            methods[name] = method = method_of(name, inputs, settings.measuring.batch or 1)
+            stack.callback(method.close)
+            greedy, drawn = None, None
+            try:
+                if (judged := alpha is None or not METHODS[name].guesses) and not judges:
+                    used = sources.items() if folder else [("target", sources["target"])]
+                    judges = {role: Float32Model(source, inputs.device) for role, source in used}
+                # What a program maps from a file counts as available, and must stay in memory all the same.
+                free = memory - sum(judge.memory for judge in judges.values()) - sum(m.memory for m in methods.values())
+                method.load(sources, context + 2 * method.gamma + 8, free, alpha)
+                if judged:  # With synthetic acceptance, texts are not the target's.
+                    greedy = check_greedy(method, judges["target"], prompts, sampling, settings.measuring.seed)
+                if judged and folder and sampling.temperature:  # Greedy text says nothing of sampling.
+                    texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, settings.measuring.seed)
+                    options = method.unit_roundoff, settings.measuring.seed, limit_of(len(names))
+                    drawn = Auditor(judges["target"], judges.get("draft"), *options).drawn(prefixes, texts, sampling)
+            except (PeerError, UserError, ValueError, OSError) as error:
+                method.fail(error)
+            if folder and drawn:  # Not above: a full disk is no fault of the program.
+                write_texts(folder / f"{name.replace(':', '-')}.jsonl", zip(prefixes, texts))
+            line: EngineLine = {
+                "kind": "lossless",
+                "test": "engine",
+                "method": name,
+                "precision": method.precision,
+                "quantised": method.is_quantised,  # other weights than the target's
+                "version": method.version,
+                "settings": dict(method.settings),
+                "failed": method.failed,
+                "greedy": greedy,
+                "drawn": drawn,
+            }
             append(line)
-            if not line["failed"]:
-                method = methods[line["method"]]
-                checked[method.name] = partial(timed, method, line, append, max_len, sampling)
+            if not method.failed:
+                checked[name] = partial(timed, method, line, append, max_len, sampling)
         yield checked
         for name, method in methods.items():
             if method.failed:
                 print(f"{name} is left out: {method.failed}")
-    finally:
-        for method in methods.values():
-            method.close()
-
-
-def check_programs(
-    inputs: Inputs,
-    models: LoadedModels,
-    methods: Mapping[str, OtherMethod],
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    max_len: int,
-) -> Iterator[EngineLine]:
-    """Load and check the methods: the line of each. With synthetic acceptance, texts are not the target's and are not
-    checked."""
-    settings, sources, vocabulary = inputs.settings, sources_of(inputs, models), models["target"].vocabulary
-    alpha, seed = settings.decoding.acceptance, settings.measuring.seed
-    folder_of_texts = settings.output.texts if sampling.temperature else None  # Greedy text says nothing of sampling.
-    prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
-    judging = {role: source.folder for role, source in sources.items() if folder_of_texts or role == "target"}
-    needed = SPACE * sum(file.stat().st_size for folder in judging.values() for file in weight_files(folder))
-    judges = dict[str, Float32Model]()
-    memory = available_memory("cpu") - needed
-    context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
-    for name, method in followed(list(methods.items()), "other programs", len(methods)):
-        greedy, drawn, texts = None, None, []
-        judged = alpha is None or not METHODS[name].guesses
-        try:
-            if judged and not judges:
-                check_free("checking its text", needed, available_memory(inputs.device), "of memory")
-                judges = {role: Float32Model(path, vocabulary, inputs.device) for role, path in judging.items()}
-            # What a program maps from a file counts as available, and must stay in memory all the same.
-            free = memory - sum(other.memory for other in methods.values())
-            method.load(sources, context + 2 * method.gamma + 8, free, alpha)
-            if judged:
-                greedy = check_greedy(method, judges["target"], prompts, seed)
-            if judged and folder_of_texts:
-                texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, seed)
-                pair, limit = (judges["target"], judges.get("draft")), limit_of(len(methods))
-                drawn = Auditor(*pair, method.unit_roundoff, seed, limit).drawn(prefixes, texts, sampling)
-        except (PeerError, UserError, ValueError, OSError) as error:
-            method.fail(error)
-        if drawn and folder_of_texts:  # Not above: a full disk is no fault of the program.
-            write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", zip(prefixes, texts))
-        yield {
-            "kind": "lossless",
-            "test": "engine",
-            "method": name,
-            "precision": method.precision,
-            "quantised": method.is_quantised,  # other weights than the target's
-            "version": method.version,
-            "settings": dict(method.settings),
-            "failed": method.failed,
-            "greedy": greedy,
-            "drawn": drawn,
-        }
 
 
 def timed(

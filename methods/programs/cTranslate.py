@@ -69,7 +69,9 @@ class CTranslate(Program):
     def generate(self, request: TextRequest) -> Answer:
         self.library.set_random_seed(request.seed)
         sampling = request.sampling
-        options: dict[str, Any] = {"sampling_topk": 1, "repetition_penalty": sampling.repetition_penalty}
+        if sampling.repetition_penalty != 1:
+            raise ValueError("its repetition penalty leaves out the prompt's tokens")
+        options: dict[str, Any] = {"sampling_topk": 1}
         if sampling.temperature:
             filters = {"topk": sampling.top_k, "topp": sampling.top_p, "temperature": sampling.temperature}
             options |= {f"sampling_{name}": value for name, value in filters.items()}
