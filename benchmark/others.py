@@ -37,7 +37,7 @@ from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from methods import customGenerate
 from methods.catalogue import METHODS
-from methods.programs.program import FROM_FOLDER
+from methods.programs.program import LOADING
 from utils import GREEDY, Sampling, UserError
 
 COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
@@ -160,7 +160,7 @@ class Float32Model:
     def __init__(self, source: Source, device: str) -> None:
         self.memory = SPACE * sum(file.stat().st_size for file in weight_files(source.folder))
         check_free("checking its text", self.memory, available_memory(device), "of memory")
-        self.model = AutoModelForCausalLM.from_pretrained(source.folder, **FROM_FOLDER).eval().to(device)
+        self.model = AutoModelForCausalLM.from_pretrained(source.folder, **LOADING).eval().to(device)
         self.vocabulary, self.device, self.dtype = source.vocabulary, self.model.device, self.model.dtype
 
     @torch.inference_mode()

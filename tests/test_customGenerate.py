@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
-    MinLengthLogitsProcessor,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -323,15 +322,12 @@ def test_a_streamer_hears_the_prompt_each_round_and_the_end(target, draft):
     "arguments, words",
     [
         ({"num_beams": 2}, "the generation mode beam_search"),
-        ({"prompt_lookup_num_tokens": 3}, "the generation mode assisted_generation"),
         ({"use_cache": False}, "use_cache=False"),
         ({"cache_implementation": "static"}, "cache_implementation='static'"),
         ({"past_key_values": DynamicCache()}, "past_key_values of your own"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores=True"),
         ({"min_new_tokens": 3, "eos_token_id": 1}, "MinLengthLogitsProcessor"),
         ({"do_sample": True, "min_p": 0.1}, "MinPLogitsWarper"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, "PrefixConstrainedLogitsProcessor"),
-        ({"logits_processor": [MinLengthLogitsProcessor(2, 1)]}, "MinLengthLogitsProcessor"),
         (
             {"logits_processor": [TopPLogitsWarper(0.9)], "do_sample": True, "temperature": 0.5, "top_k": 0},
             "in the order TopPLogitsWarper, TemperatureLogitsWarper",

@@ -7,14 +7,12 @@ import json
 import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from contextlib import closing
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import helpers
 import psutil
@@ -28,7 +26,7 @@ from engine.cachedModel import CachedModel
 from inputs import randomModels
 from inputs.models import ModelLimits, load_model, load_tokenizer
 from inputs.texts import read_texts
-from methods.programs import llamaCpp, vllmCpu
+from methods.programs import vllmCpu
 from methods.programs.llamaCpp import LlamaCpp
 from methods.programs.program import Answer, LoadRequest, Row, TextRequest, Weights
 from methods.programs.registry import PROGRAMS
@@ -322,13 +320,6 @@ def test_a_child_that_does_not_answer_or_is_not_installed_says_so(toy, monkeypat
         ProgramProcess(toy)
 
 
-def test_vllm_loads_intels_openmp_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(Vllm, "environment", tmp_path)
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/libiomp5.so").touch()
-    assert Vllm.preloaded()[-1] == str(tmp_path / "lib/libiomp5.so")
-
-
 @pytest.mark.parametrize(
     "sampling, filters",
     [
@@ -381,25 +372,12 @@ def test_a_text_of_a_queue_begins_when_another_ends():
         assert third.times[-1][0] <= fourth.begun < fourth.times[0][0]
 
 
-def test_the_server_of_another_run_is_not_asked(tmp_path, monkeypatch):
+def test_the_server_of_another_run_is_not_asked():
     """It may have taken the port before this run's did, and it too says that it is well."""
-
-    class Other(BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path == "/health" else 401)
-            self.end_headers()
-
-    server = HTTPServer(("127.0.0.1", 0), Other)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    program = tmp_path / "server"
-    program.write_text("#!/bin/sh\nsleep 0.5\nexit 7\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(LlamaCpp, "installed", program)
-    monkeypatch.setattr(llamaCpp, "socket", sockets := MagicMock())
-    sockets.socket().__enter__().getsockname.return_value = server.server_address
+    server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
+    server.session.get.side_effect = lambda address, **options: Mock(ok=address == "http://server/health")
     with pytest.raises(RuntimeError, match="exit code 7"):
-        LlamaCpp(LOAD)
-    server.shutdown()
+        LlamaCpp.start(server, ["sh", "-c", "sleep 0.3; exit 7"])
 
 
 def test_in_float32_is_what_a_float32_copy_computes(tmp_path):

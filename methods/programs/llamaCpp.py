@@ -164,8 +164,7 @@ class LlamaCpp(Program):
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
-        environment = os.environ | {"LLAMA_API_KEY": KEY}
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"LLAMA_API_KEY": KEY})
         while (code := process.poll()) is None:
             with suppress(OSError):
                 if self.session.get(f"{self.address}/props", timeout=WAIT).ok:

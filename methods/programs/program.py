@@ -32,13 +32,7 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
     "lm_head.weight": "model.embed_tokens.weight",
 }
 # How a model is loaded from its folder, whose configuration may name code of the hub, also as its attention.
-FROM_FOLDER: Mapping[str, Any] = {
-    "dtype": "auto",
-    "attn_implementation": "eager",
-    "local_files_only": True,
-    "use_safetensors": True,
-    "trust_remote_code": False,
-}
+LOADING: Any = {"dtype": "auto", "attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
 # {how weights are stored: bytes of one, with its share of the scales of 4-bit blocks}
 FORMS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "Q4_1": 20 / 32, "Q4_0": 18 / 32}
 
@@ -135,7 +129,7 @@ class Weights:
         """The model as transformers loads it, in the type of its weights, with its vocabulary cut."""
         from transformers import AutoModelForCausalLM  # It takes seconds, and most programs do without it.
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, **FROM_FOLDER)
+        model = AutoModelForCausalLM.from_pretrained(self.folder, **LOADING)
         model.resize_token_embeddings(self.vocabulary)
         return model
 
