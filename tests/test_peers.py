@@ -4,6 +4,7 @@ import errno
 import importlib
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -318,6 +319,15 @@ def test_a_child_that_does_not_answer_or_is_not_installed_says_so(toy, monkeypat
     toy.installed.unlink()
     with pytest.raises(PeerError, match="not installed: `make bench-peers` installs it"):
         ProgramProcess(toy)
+
+
+def test_a_child_and_all_that_it_started_end_with_a_run_that_is_killed(toy):
+    """Also where that ignores SIGHUP, as under nohup."""
+    with closing(ProgramProcess(toy)) as child:
+        child.ask("load", LOAD)
+        child.signal(signal.SIGCONT)  # as the kernel does
+        child.connection.close()
+        assert child.process.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -207,7 +208,13 @@ def main(address: str, descriptor: str) -> None:
     loaded: Any = None
     connection = Connection(int(descriptor))
     while True:
-        do, arguments = connection.recv()
+        try:
+            do, arguments = connection.recv()
+        except (
+            EOFError,
+            OSError,
+        ):  # The run was killed: without it nobody would end what the program started, such as a server.
+            os.killpg(0, signal.SIGKILL)
         answer: Any = None
         try:
             if do == "convert":
