@@ -12,8 +12,10 @@ import sys
 
 from inputs.files import ROOT
 
-PRESET = ["--compare", "all,generate", "--steps", "--compile", "--maxLen", "300", "--sentences", "5", "--repeats", "3"]
+PRESET = ["--compare", "all,generate", "--steps", "--compile", "--maxLen", "300", "--repeats", "3"]
+PROMPTS = {"--prompt", "--prompts", "--promptFile", "--question"}  # With these no text of the data set is used.
 
 if __name__ == "__main__":
-    sys.argv = [str(ROOT / "test.py"), *PRESET, *sys.argv[1:]]
+    given = {word.split("=")[0] for word in sys.argv[1:]}
+    sys.argv[:1] = [str(ROOT / "test.py"), *PRESET, *([] if given & PROMPTS else ["--sentences", "5"])]
     runpy.run_path(sys.argv[0], run_name="__main__")

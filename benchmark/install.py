@@ -5,6 +5,7 @@ line. llama.cpp is compiled, which takes minutes.
 """
 
 import sys
+import sysconfig
 
 from benchmark.peers import PeerError
 from methods.programs.program import FOLDER
@@ -17,8 +18,9 @@ def main() -> int:
     programs = [program for program in PROGRAMS.values() if program.requirements]
     failed = 0
     for program in programs:
-        stamp, wanted = FOLDER / f"{program.name}.txt", "\n".join(program.requirements)
-        if stamp.exists() and stamp.read_text() == wanted:
+        stamp = FOLDER / f"{program.name}.txt"
+        wanted = "\n".join([f"Python {sysconfig.get_python_version()}", *program.requirements])
+        if program.installed.exists() and stamp.exists() and stamp.read_text() == wanted:
             continue
         print(f"installing {program.name} ...", flush=True)
         try:

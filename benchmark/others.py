@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,20 +23,21 @@ from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, CompileConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from benchmark.peers import MODELS, OtherMethod, Peer, PeerError, Source
+from benchmark.peers import MODELS, SPACE, OtherMethod, Peer, PeerError, Source, check_free
 from decoding.rows import Record
 from engine.kvCache import cache_bytes
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, EngineLine, GreedyAuditFigures
 from experiments.speed import Timed, Written
 from inputs.devices import available_memory
-from inputs.models import model_limits, model_version
+from inputs.models import model_limits, model_version, weight_files
 from inputs.progress import followed
 from inputs.texts import write_texts
 from lossless.audit import Auditor
 from lossless.evidence import limit_of
 from methods import customGenerate
 from methods.catalogue import METHODS
+from methods.programs.program import LOADING
 from utils import GREEDY, Sampling, UserError
 
 COMPILING: dict[str, Any] = {}  # how transformers compiles its forward: arguments of its `CompileConfig`
@@ -61,9 +62,10 @@ class LibraryMethod(OtherMethod):
         batch: int = 1,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
-        self.kind, self.model, self.gamma = name.partition(":")[2], models["target"], gamma
-        super().__init__(name, str(self.model.dtype).removeprefix("torch."), batch)
+        self.kind, self.model = name.partition(":")[2], models["target"]
+        super().__init__(name, str(self.model.dtype).removeprefix("torch."), gamma, batch)
         self.version = transformers.__version__
+        self.settings = {"gamma": gamma} if self.kind in ("lookup", "draft", "custom") else {}
         self.assistant = models["draft"] if self.kind in ("draft", "assisted") else None
         outside = list(range(vocabulary, self.model.config.vocab_size))
         self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and self.kind != "custom" else {}
@@ -149,14 +151,17 @@ class InFloat32(TorchFunctionMode):
 
 
 class Float32Model:
-    """The model in a folder, with the weights that other programs read, computing in float32.
+    """The model in the folder of a source, with the weights that other programs read, computing in float32.
 
-    Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow.
+    Has the interface of `CachedModel` that `TextScorer` uses. dtype: of the weights, for the rounding to allow. memory:
+    bytes that it takes. Raises PeerError if there are fewer.
     """
 
-    def __init__(self, folder: Path, vocabulary: int, device: str) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval().to(device)
-        self.vocabulary, self.device, self.dtype = vocabulary, self.model.device, self.model.dtype
+    def __init__(self, source: Source, device: str) -> None:
+        self.memory = SPACE * sum(file.stat().st_size for file in weight_files(source.folder))
+        check_free("checking its text", self.memory, available_memory(device), "of memory")
+        self.model = AutoModelForCausalLM.from_pretrained(source.folder, **LOADING).eval().to(device)
+        self.vocabulary, self.device, self.dtype = source.vocabulary, self.model.device, self.model.dtype
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:
@@ -166,13 +171,13 @@ class Float32Model:
 
 
 def check_greedy(
-    method: OtherMethod, target: Float32Model, prompts: Sequence[list[int]], seed: int
+    method: OtherMethod, target: Float32Model, prompts: Sequence[list[int]], sampling: Sampling, seed: int
 ) -> GreedyAuditFigures:
-    """The figures of greedy texts. Raises ValueError if rounding does not explain one of their tokens, and PeerError if
-    the program fails."""
-    batch = min(CHECKED_BATCH, method.batch)
-    texts, _ = method.write(prompts, GREEDY_TOKENS, GREEDY, [seed] * len(prompts), batch)
-    figures = Auditor(target, None, method.unit_roundoff, seed).greedy(prompts, texts, GREEDY)
+    """The figures of greedy texts with the repetition penalty of `sampling`. Raises ValueError if rounding does not
+    explain one of their tokens, and PeerError if the program fails."""
+    sampling = replace(GREEDY, repetition_penalty=sampling.repetition_penalty)
+    texts = drawn_texts(method, prompts, GREEDY_TOKENS, sampling, seed)
+    figures = Auditor(target, None, method.unit_roundoff, seed).greedy(prompts, texts, sampling)
     if figures["beyond"]:
         raise ValueError(
             f"not timed: {figures['beyond']} of {figures['tokens']} greedy tokens are not the target's; the "
@@ -183,10 +188,10 @@ def check_greedy(
 
 def method_of(name: str, inputs: Inputs, batch: int = 1) -> OtherMethod:
     """A method of another program, which is not loaded yet. batch: the texts that it must be able to decode at once."""
+    gamma = inputs.settings.decoding.gamma_of("fixed", looks_up=name.endswith(":lookup"))
     if METHODS[name].engine != "generate":
-        return Peer(name, inputs.dtype, batch)
+        return Peer(name, inputs.dtype, gamma, batch)
     vocabulary = model_limits(inputs.folders["target"], inputs.tokenizer).vocabulary
-    gamma = inputs.settings.decoding.gamma_of("fixed")
     return LibraryMethod(name, inputs.library, vocabulary, gamma, batch, inputs.tokenizer)
 
 
@@ -199,9 +204,10 @@ def drawn_texts(
 
 
 def sources_of(inputs: Inputs, models: LoadedModels) -> dict[str, Source]:
-    """{role: what a program converts} of the target and the draft."""
+    """{role: what a program converts} of the target and of a draft with its tokenizer."""
     sources: dict[str, Source] = {}
-    for role in [role for role in ("target", "draft") if role in inputs.folders]:
+    roles = ["target"] if inputs.translation else ["target", "draft"]
+    for role in [role for role in roles if role in inputs.folders]:
         model, folder = models[role], inputs.folders[role]
         slot = cache_bytes(model.model.config.get_text_config(), 1, model.dtype)
         converted = MODELS / f"{folder.name}-{model_version(folder).replace(':', '-')}"
@@ -219,72 +225,62 @@ def other_methods(
     max_len: int,
     append: Append,
 ) -> Iterator[dict[str, Timed]]:
-    """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. A line
-    of results describes each, with the reason if it is left out. They run until the context ends."""
-    batch = inputs.settings.measuring.batch or 1
-    methods = {name: method_of(name, inputs, batch) for name in names}
-    try:
-        for line in check_programs(inputs, models, methods, prompts, sampling, max_len) if methods else ():
-            append(line)
-        yield {name: partial(timed, method, max_len, sampling) for name, method in methods.items() if not method.failed}
-        for name, method in methods.items():
-            if method.failed:  # also of those that failed while they were timed
-                print(f"{name} is left out: {method.failed}")
-    finally:
-        for method in methods.values():
-            method.close()
-
-
-def check_programs(
-    inputs: Inputs,
-    models: LoadedModels,
-    methods: Mapping[str, OtherMethod],
-    prompts: Sequence[list[int]],
-    sampling: Sampling,
-    max_len: int,
-) -> Iterator[EngineLine]:
-    """Load and check the methods: the line of each. With synthetic acceptance, texts are not the target's and are not
-    checked."""
-    settings, folder_of_texts = inputs.settings, inputs.settings.output.texts
-    alpha, seed, gamma = settings.decoding.acceptance, settings.measuring.seed, settings.decoding.gamma_of("fixed")
-    sources, vocabulary = sources_of(inputs, models), models["target"].vocabulary
-    references = {role: Float32Model(source.folder, vocabulary, inputs.device) for role, source in sources.items()}
-    target, draft = references["target"], references.get("draft")
+    """{method: the function that `speed.time_texts` times} of those among `names` that other programs compute. Each is
+    loaded and checked first, and a line of results describes it, with the reason if it is left out. They run until the
+    context ends."""
+    settings, methods, checked = inputs.settings, dict[str, OtherMethod](), dict[str, Timed]()
+    alpha, folder, judges = settings.decoding.acceptance, settings.output.texts, dict[str, Float32Model]()
     prefixes = [prompts[number % len(prompts)] for number in range(TEXTS)]  # of drawn texts
-    memory, context = available_memory("cpu"), max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
-    for name, method in followed(list(methods.items()), "other programs", len(methods)):
-        greedy = drawn = None
-        judged = alpha is None or not METHODS[name].guesses
-        try:
-            # What a program maps from a file counts as available, and must stay in memory all the same.
-            free = memory - sum(other.memory for other in methods.values())
-            method.load(sources, gamma, context + 2 * gamma + 8, free, alpha)
-            if judged:
-                greedy = check_greedy(method, target, prompts, seed)
-            if judged and folder_of_texts and sampling.temperature:  # Greedy text says nothing of sampling.
-                texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, seed)
-                auditor = Auditor(target, draft, method.unit_roundoff, seed, limit_of(len(methods)))
-                drawn = auditor.drawn(prefixes, texts, sampling)
-                pairs = list(zip(prefixes, map(list, texts)))
-                write_texts(folder_of_texts / f"{name.replace(':', '-')}.jsonl", pairs)
-        except (PeerError, UserError, ValueError, OSError) as error:
-            method.fail(error)
-        yield {
-            "kind": "lossless",
-            "test": "engine",
-            "method": name,
-            "precision": method.precision,
-            "quantised": method.is_quantised,  # other weights than the target's
-            "version": method.version,
-            "settings": dict(method.settings),
-            "failed": method.failed,
-            "greedy": greedy,
-            "drawn": drawn,
-        }
+    context = max(map(len, prompts)) + max(max_len, GREEDY_TOKENS, TEXT_TOKENS)
+    sources = sources_of(inputs, models) if names else {}
+    memory = available_memory("cpu")
+    with ExitStack() as stack:
+        for name in followed(names, "other programs", len(names)):
+            methods[name] = method = method_of(name, inputs, settings.measuring.batch or 1)
+            stack.callback(method.close)
+            greedy, drawn = None, None
+            try:
+                if (judged := alpha is None or not METHODS[name].guesses) and not judges:
+                    used = sources.items() if folder else [("target", sources["target"])]
+                    judges = {role: Float32Model(source, inputs.device) for role, source in used}
+                # What a program maps from a file counts as available, and must stay in memory all the same.
+                free = memory - sum(judge.memory for judge in judges.values()) - sum(m.memory for m in methods.values())
+                method.load(sources, context + 2 * method.gamma + 8, free, alpha)
+                if judged:  # With synthetic acceptance, texts are not the target's.
+                    greedy = check_greedy(method, judges["target"], prompts, sampling, settings.measuring.seed)
+                if judged and folder and sampling.temperature:  # Greedy text says nothing of sampling.
+                    texts = drawn_texts(method, prefixes, TEXT_TOKENS, sampling, settings.measuring.seed)
+                    options = method.unit_roundoff, settings.measuring.seed, limit_of(len(names))
+                    drawn = Auditor(judges["target"], judges.get("draft"), *options).drawn(prefixes, texts, sampling)
+            except (PeerError, UserError, ValueError, OSError) as error:
+                method.fail(error)
+            if folder and drawn:  # Not above: a full disk is no fault of the program.
+                write_texts(folder / f"{name.replace(':', '-')}.jsonl", zip(prefixes, texts))
+            line: EngineLine = {
+                "kind": "lossless",
+                "test": "engine",
+                "method": name,
+                "precision": method.precision,
+                "quantised": method.is_quantised,  # other weights than the target's
+                "version": method.version,
+                "settings": dict(method.settings),
+                "failed": method.failed,
+                "greedy": greedy,
+                "drawn": drawn,
+            }
+            append(line)
+            if not method.failed:
+                checked[name] = partial(timed, method, line, append, max_len, sampling)
+        yield checked
+        for name, method in methods.items():
+            if method.failed:
+                print(f"{name} is left out: {method.failed}")
 
 
 def timed(
     method: OtherMethod,
+    line: EngineLine,
+    append: Append,
     max_len: int,
     sampling: Sampling,
     prompts: Sequence[list[int]],
@@ -292,11 +288,13 @@ def timed(
     batch: int,
     first: int | None = None,
 ) -> Written:
-    """A method as `speed.time_texts` calls it. If it fails, its times are nan from then on."""
+    """A method as `speed.time_texts` calls it. If it fails, its times are nan from then on, and its line of results is
+    appended once more, with the reason."""
     if method.failed is None:
         seeds = [generator.initial_seed() for generator in generators]
         try:
             return method.write(prompts, min(first or max_len, max_len), sampling, seeds, batch)
         except PeerError as error:
-            method.fail(error)
+            method.fail(PeerError(f"it failed while it was timed, and its earlier texts stay in the record: {error}"))
+            append({**line, "failed": method.failed})
     return [[0]] * len(prompts), [Record([float("nan")], [1], [0], [0]) for _ in prompts]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from decoding.rows import Record
-from experiments.speed import Written
+from experiments.speed import Written, digest
 from inputs.devices import available_memory
 from inputs.files import ROOT, gigabytes, new_folder
 from methods.programs.program import FOLDER, FORMS, SITE, LoadRequest, Program, TextRequest, last_line
@@ -30,6 +30,7 @@ CODE = "import sys; from methods.programs import program; program.main(*sys.argv
 REASON = 200  # characters of a reason
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
+ORIGIN = "origin.txt"  # in the folder of a converted model: a digest of all that it follows from but the weights
 COPY = "Q4_0"  # how the weights of a 4-bit copy are stored
 QUANTISED_ROUNDOFF = 2.0**-6
 
@@ -116,15 +117,20 @@ class Source:
     slot: int = 0
 
     def as_stored(self, program: type[Program], form: str) -> str:
-        """The folder of the model as the program stores it, its weights as `form`, written now or in an earlier run.
-        Rows that store it alike share it. Raises PeerError if there is too little memory or disk."""
+        """The folder of the model as the program stores it, its weights as `form`, written now or in an earlier run by
+        the same code for the same version. Rows that store it alike share it. Raises PeerError if there is too little
+        memory or disk."""
         folder = self.converted / f"{program.name}-{form}"
-        if not folder.exists():
+        code = [file.read_text(encoding="utf-8") for file in sorted((ROOT / "methods/programs").glob("*.py"))]
+        config = (self.folder / "config.json").read_text(encoding="utf-8")
+        origin = digest([program.requirements, self.vocabulary, config, code])
+        if not (folder / ORIGIN).exists() or (folder / ORIGIN).read_text() != origin:
             check_free("converting", SPACE * WORKING * self.parameters, available_memory("cpu"), "of memory")
             with closing(ProgramProcess(program)) as process, new_folder(folder) as written:
                 free = shutil.disk_usage(written).free
                 check_free("converting", SPACE * FORMS[form] * self.parameters, free, "on the disk")
                 process.ask("convert", self.folder, self.vocabulary, written, form)
+                (written / ORIGIN).write_text(origin)
         return str(folder)
 
 
@@ -137,14 +143,16 @@ def check_free(what: str, needed: float, free: float, where: str) -> None:
 class OtherMethod:
     """The method `name` of another program. `failed` says why it is left out; None if it is timed.
 
-    precision: that it computes in, if its row does not say it. batch: the texts that it must be able to decode at once.
+    precision: that it computes in, if its row does not say it. gamma: of its guesses, if the program takes a number.
+    batch: the texts that it must be able to decode at once.
     version, settings: what is recorded of the program. memory: bytes that it takes beside this process.
     """
 
-    def __init__(self, name: str, precision: str, batch: int = 1) -> None:
-        program, _, kind = name.partition(":")
+    def __init__(self, name: str, precision: str, gamma: int, batch: int = 1) -> None:
+        self.name, (program, _, kind) = name, name.partition(":")
         self.program, self.row = PROGRAMS[program], PROGRAMS[program].rows[kind]
-        self.precision, self.batch, self.memory = self.row.precision or precision, batch, 0.0
+        self.precision, self.gamma, self.batch = self.row.precision or precision, gamma, batch
+        self.memory = 0.0
         self.failed: str | None = None
         self.version: str | None = None
         self.settings: Mapping[str, Any] = {}
@@ -157,9 +165,7 @@ class OtherMethod:
     def unit_roundoff(self) -> float:
         return QUANTISED_ROUNDOFF if self.is_quantised else torch.finfo(getattr(torch, self.precision)).eps / 2
 
-    def load(
-        self, sources: Mapping[str, Source], gamma: int, context: int, free: float, alpha: float | None = None
-    ) -> None:
+    def load(self, sources: Mapping[str, Source], context: int, free: float, alpha: float | None = None) -> None:
         """Prepare to write texts of up to `context` tokens, prompts included, with at most `free` bytes of memory.
         alpha: of synthetic acceptance. Raises PeerError."""
         if self.batch > 1 and not self.program.batches:
@@ -186,15 +192,13 @@ class OtherMethod:
 class Peer(OtherMethod):
     """A method of a program that runs in a process of its own. dtype: of the run."""
 
-    def __init__(self, name: str, dtype: str, batch: int = 1) -> None:
-        super().__init__(name, "float32" if dtype == "float16" else dtype, batch)
+    def __init__(self, name: str, dtype: str, gamma: int, batch: int = 1) -> None:
+        super().__init__(name, "float32" if dtype == "float16" else dtype, gamma, batch)
         self.form = self.row.form or self.precision
         self.process: ProgramProcess | None = None
 
-    def load(
-        self, sources: Mapping[str, Source], gamma: int, context: int, free: float, alpha: float | None = None
-    ) -> None:
-        super().load(sources, gamma, context, free, alpha)
+    def load(self, sources: Mapping[str, Source], context: int, free: float, alpha: float | None = None) -> None:
+        super().load(sources, context, free, alpha)
         drafts, target = self.row.draft, sources["target"]
         models = {"target": (target, self.form)}
         if drafts and drafts != "lookup":
@@ -208,7 +212,7 @@ class Peer(OtherMethod):
             draft=folders.get("draft"),
             precision=self.precision,
             threads=torch.get_num_threads(),
-            gamma=gamma,
+            gamma=self.gamma,
             context=context,
             alpha=alpha if drafts else None,
             lookup=drafts == "lookup",
@@ -227,14 +231,14 @@ class Peer(OtherMethod):
         ]
         texts, records = [], []
         for part in [requests] if batch > 1 else [[request] for request in requests]:
-            for tokens, times in self.process.ask("write", part, batch):
-                record = Record()
-                for seconds, new in times:
+            for answer in self.process.ask("write", part, batch):
+                record = Record(begun=answer.begun)
+                for seconds, new in answer.times:
                     if new:
                         record.add(seconds, new, 0, 0)
-                if not len(tokens) == record.tokens == count:
-                    raise PeerError(f"it wrote {len(tokens)} tokens, and {count} were requested")
-                texts.append(tokens)
+                if not len(answer.tokens) == record.tokens == count:
+                    raise PeerError(f"it wrote {len(answer.tokens)} tokens, and {count} were requested")
+                texts.append(answer.tokens)
                 records.append(record)
         return texts, records
 

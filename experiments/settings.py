@@ -194,9 +194,9 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield chats, f"--chat cannot be combined with --{(chats or [''])[0]}"
     many = played and sum(bool(flags[mode]) for mode in PLAYED) > 1
     yield many, "--show and --html play one method: of --speedNew, --speedMulti and --contrastive give one"
-    other = min((name for name in measuring.names if METHODS[name].engine), default="")
-    filters = other and (settings.sampling.top_k or settings.sampling.repetition_penalty != 1)
-    yield filters, f"{other} takes --temperature and --top_p alone; leave the others out"
+    texts = settings.output.texts
+    closed = texts and not os.access(texts, os.W_OK)
+    yield closed, f"--texts {texts} is a folder that you may not write to; name another"
     untimed = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played
     coin = "--acceptance is for measuring speed: its text is not the target's; leave out the other things to do"
     yield decoding.acceptance is not None and untimed, coin

@@ -127,8 +127,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
             refuse(f"a streamer for a batch of {len(prompts)} rows")
 
         def stream(row: int, tokens: list[int], guessed: int) -> None:
-            for token in tokens:
-                streamer.put(torch.tensor([token]))
+            streamer.put(torch.tensor(tokens))  # a round at once, as the library's own assisted decoding
 
         try:
             target = CachedModel(kept_copy(model), self.vocabulary, "the model")

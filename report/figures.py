@@ -15,7 +15,7 @@ from experiments.schema import CostsLine, Line, LosslessLine, RunLine, SpeedLine
 from experiments.theory import predict, predict_batches
 from inputs.commandLine import visible
 from lossless.evidence import BINS
-from report.runTables import ALONE, Prediction, measured_on, swept_texts
+from report.runTables import ALONE, Prediction, finished, measured_on, swept_texts
 from report.tables import median, name_of
 
 matplotlib.use("Agg")
@@ -39,6 +39,7 @@ THEORIES = {  # {key of `theory.predict`: style of the line, label}
 def draw_figures(run: RunLine, lines: Sequence[Line], folder: Path) -> list[str]:
     """Draw each figure for which the run has lines. Returns their paths in the folder of the results. One that cannot
     be written is said and left out."""
+    lines = finished(lines, of_kind(lines, schema.EngineLine))
     timed = [line for line in of_kind(lines, SpeedLine) if line["mode"] != "sweep"]
     needed = {
         draw_speed: [line for line in timed if line["mode"] == "compare"],

@@ -2,6 +2,7 @@
 programs, and of the steps of decoding."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isnan
@@ -108,6 +109,7 @@ def measured_on(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
 def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLine]) -> Iterator[RenderableType]:
     """The methods of one mode and one prompt length, and how acceptance depends on the position. engines: what is known
     of the methods of other programs."""
+    lines = finished(lines, engines)
     texts, queues, overlaps = of_kind(lines, SpeedLine), of_kind(lines, QueueLine), of_kind(lines, schema.OverlapLine)
     rows, timed = summarize(texts, queues=queues), queues or texts
     rows = ranked(rows) if texts[0]["mode"] == "compare" else rows
@@ -141,6 +143,13 @@ def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLi
         if row["method"] == "speculative" and row["acceptance_by_position"]:
             rates = ", ".join(f"{rate:.2f}" for rate in row["acceptance_by_position"])
             yield Text(f"Acceptance by position in the round: {rates}.")
+
+
+def finished(lines: Iterable[Line], engines: Iterable[EngineLine]) -> list[Line]:
+    """The lines without those of methods that failed while they were timed: their medians would be over fewer texts."""
+    counts = Counter(line["method"] for line in of_kind(lines, SpeedLine))
+    failed = {line["method"] for line in engines if line["failed"] and counts[line["method"]] < counts["target"]}
+    return [line for line in lines if line.get("method") not in failed]
 
 
 def ranked(rows: Sequence[Summary]) -> list[Summary]:

@@ -1,5 +1,6 @@
 """The benchmark: the steps of decoding, `generate` of transformers, random weights, and acceptance by a coin."""
 
+import os
 import runpy
 import sys
 from unittest.mock import patch
@@ -24,6 +25,7 @@ from engine.compiling import compiled
 from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.flags import read_flags
+from experiments.settings import parse
 from inputs import files, randomModels
 from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
@@ -59,6 +61,8 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     assert all(0 < line[figure] < line["seconds"] for line in timed for figure in ("ttft", "tpot"))
     checked = {line["method"]: line for line in lines if line.get("test") == "engine"}
     assert list(checked) == rows[2:]
+    gammas = {name: line["settings"]["gamma"] for name, line in checked.items() if line["settings"]}
+    assert gammas == dict.fromkeys(("generate:lookup", "generate:draft", "generate:custom"), 3)
     for line in checked.values():
         assert line["failed"] is None and (line["greedy"]["tokens"], line["drawn"]["tokens"]) == (10, 60)
         assert said_of(line) == "no difference found", line
@@ -95,14 +99,19 @@ def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tm
     assert {line["what"] for line in lines[1:]} == {"reading", "forward"}
 
 
-def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch):
+@pytest.mark.parametrize(
+    "given", [["--maxLen", "9"], ["--prompt=a", "--maxLen", "9"], ["--maxLen", "9", "--prompts", "sample"]]
+)
+def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch, given):
+    """And without those that prompts of the user's own leave no use for."""
     ran = []
     monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.extend([path, *sys.argv[1:]]))
-    monkeypatch.setattr(sys, "argv", ["-m", "--maxLen", "9"])
+    monkeypatch.setattr(sys, "argv", ["-m", *given])
     exec(compile((ROOT / "benchmark/__main__.py").read_text(), "benchmark", "exec"), {"__name__": "__main__"})
     assert ran[:3] == [str(ROOT / "test.py"), "--compare", "all,generate"]
     asked = read_flags(ran[1:])
     assert asked.maxLen == 9 and asked.steps and asked.compile
+    assert parse(ran[1:]).texts.sentences == (5 if len(given) == 2 else 10)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +119,15 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
     [
         ("--compare nobody", "unknown method 'nobody'; known are: all, draft"),
         ("--compare llama.cpp:int3", "unknown method 'llama.cpp:int3'"),
-        ("--compare llama.cpp --top_k 5", "takes --temperature and --top_p alone"),
         ("--compare fixed --target random:pythia-1m", "there is no shape 'pythia-1m'; known are: random:pythia-70m"),
+        (f"--compare generate --target nobody --texts {ROOT}/docs", "docs is a folder that you may not write to"),
         ("--lossless fixed --acceptance 0.5", "--acceptance is for measuring speed"),
         ("--compare llama.cpp:plain --device meta", "llama.cpp runs only on the CPU"),
     ],
 )
 def test_a_wrong_flag_is_one_line(run, asked, words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("experiments.processes.Processes.own_device", lambda processes, name: name or "cpu")
+    monkeypatch.setattr(os, "access", lambda path, mode: path != ROOT / "docs")
     run(asked, base=[], code=2)
     assert one_line(capsys, words) and not list(tmp_path.iterdir())
 
@@ -153,6 +163,9 @@ def test_the_librarys_greedy_text_is_the_targets_and_its_tokens_are_timed_as_the
     most = 25 if kind in ("assisted", "universal") else 4
     assert record.times == sorted(set(record.times)) and max(record.committed) <= most
     assert len(record.times) == 20 or kind in ("lookup", "draft", "assisted", "universal", "custom")
+    if kind in ("draft", "custom"):  # A round is one moment: else a token of it would seem to take no time.
+        agreeing = LibraryMethod(f"generate:{kind}", dict.fromkeys(library(), library()["target"]), 61, 3)
+        assert agreeing.write([[5, 9, 2]], 20, GREEDY, [0])[1][0].committed.count(4) >= 4
     with pytest.raises(PeerError, match="one text at a time"):
         LibraryMethod(f"generate:{kind}", library(), 61, 3, 2).load({}, 3, 9, 0)
 

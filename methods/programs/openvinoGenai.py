@@ -76,7 +76,7 @@ class OpenVino(Program):
             from openvino_tokenizers import convert_tokenizer
             from transformers import AutoTokenizer
 
-            tokenizer = AutoTokenizer.from_pretrained(weights.folder)
+            tokenizer = AutoTokenizer.from_pretrained(weights.folder, local_files_only=True, trust_remote_code=False)
             for name, model in zip(("tokenizer", "detokenizer"), convert_tokenizer(tokenizer, with_detokenizer=True)):
                 openvino.save_model(model, folder / f"openvino_{name}.xml")
 
@@ -107,4 +107,4 @@ class OpenVino(Program):
         times: list[tuple[float, int]] = []
         start = time.perf_counter()
         result = self.pipeline.generate(prompt, config, Streamer())
-        return list(result.tokens[0]), times
+        return Answer(list(result.tokens[0]), times)

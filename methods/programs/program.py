@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import os
 import pkgutil
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from safetensors import safe_open
@@ -31,8 +32,8 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
     "embed_out.weight": "lm_head.weight",
     "lm_head.weight": "model.embed_tokens.weight",
 }
-# The tokens, and [seconds since the call, tokens that came then], as they came.
-Answer = tuple[list[int], list[tuple[float, int]]]
+# How a model is loaded from its folder, whose configuration may name code of the hub, also as its attention.
+LOADING: Any = {"dtype": "auto", "attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
 # {how weights are stored: bytes of one, with its share of the scales of 4-bit blocks}
 FORMS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "Q4_1": 20 / 32, "Q4_0": 18 / 32}
 
@@ -79,6 +80,15 @@ class TextRequest:
     seed: int
 
 
+class Answer(NamedTuple):
+    """One text: its tokens, and [(seconds since the call, tokens that came then)]. begun: seconds from the call to the
+    moment the text got its row of the batch."""
+
+    tokens: list[int]
+    times: list[tuple[float, int]]
+    begun: float = 0.0
+
+
 class Weights:
     """The GPT-NeoX or Llama model in `folder`, read one weight at a time: `weights[name]` is a float32 array. Rows of
     the embeddings past `vocabulary` are cut off.
@@ -120,7 +130,7 @@ class Weights:
         """The model as transformers loads it, in the type of its weights, with its vocabulary cut."""
         from transformers import AutoModelForCausalLM  # It takes seconds, and most programs do without it.
 
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype="auto")
+        model = AutoModelForCausalLM.from_pretrained(self.folder, **LOADING)
         model.resize_token_embeddings(self.vocabulary)
         return model
 
@@ -198,7 +208,13 @@ def main(address: str, descriptor: str) -> None:
     loaded: Any = None
     connection = Connection(int(descriptor))
     while True:
-        do, arguments = connection.recv()
+        try:
+            do, arguments = connection.recv()
+        except (
+            EOFError,
+            OSError,
+        ):  # The run was killed: without it nobody would end what the program started, such as a server.
+            os.killpg(0, signal.SIGKILL)
         answer: Any = None
         try:
             if do == "convert":

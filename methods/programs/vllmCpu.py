@@ -123,13 +123,12 @@ class Vllm(Program):
                     detokenize=False,
                     output_kind=self.library.sampling_params.RequestOutputKind.DELTA,  # Each step returns new tokens.
                 )
-                answers[name] = [], []
+                answers[name] = Answer([], [], time.perf_counter() - start)
                 self.engine.add_request(name, {"prompt_token_ids": request.prompt}, sampling)
                 self.number, running = self.number + 1, running + 1
             for output in self.engine.step():
-                tokens, times = answers[output.request_id]
-                new = output.outputs[0].token_ids
-                times.append((time.perf_counter() - start, len(new)))
-                tokens.extend(new)
+                answer, new = answers[output.request_id], output.outputs[0].token_ids
+                answer.times.append((time.perf_counter() - start, len(new)))
+                answer.tokens.extend(new)
                 running -= output.finished
         return list(answers.values())
