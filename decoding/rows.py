@@ -267,9 +267,9 @@ class Rows:
 
     @property
     def left(self) -> list[int]:
-        """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
+        """Tokens each row may still add: 0 if it has ended."""
         return [
-            0 if ended else min(self.max_len - len(self.tokens[number]), self.capacity - len(text))
+            0 if ended else len(self.prompts[number]) + self.max_len - len(text)
             for number, text, ended in zip(self.numbers, self.texts, self.ended)
         ]
 
