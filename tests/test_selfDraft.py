@@ -284,6 +284,12 @@ def test_a_drafter_needs_the_target_alone():
     assert tree[0] == found[0]
 
 
+def test_trials_stay_within_the_context():
+    """Of learned positions there are no more."""
+    target = helpers.tiny("gpt2", context=24)
+    assert [trial.bits for trial in trials(target, copies_of(target), PROMPTS, FREE, 1000)] == list(BITS)
+
+
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_trials_measure_acceptance_and_cost(monkeypatch, penalty):
     target, sampling = helpers.tiny(), replace(FREE, repetition_penalty=penalty)
