@@ -23,7 +23,7 @@ from engine.quantised import Codes, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
 
-METHOD = b"rounded"  # of the method that computes codes: codes of another method on disk are ignored
+METHOD = b"rounded from bfloat16"  # of the method that computes codes: codes of another method on disk are ignored
 
 
 class Copies:
