@@ -57,12 +57,12 @@ def test_probabilities_with_ties(seed, size, sampling):
         assert sampling == GREEDY or result[row][logits[row] == value].unique().numel() == 1
 
 
-def test_what_is_no_number_is_not_hidden():
-    for wrong in torch.nan, torch.inf:
-        logits = torch.randn(2, 100)
-        logits[1, 3] = wrong
-        p = KERNELS.probabilities(logits, Sampling())
-        assert p[0].isfinite().all() and p[1].isnan().all()
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_what_is_no_number_is_not_hidden(sampling):
+    logits = torch.randn(4, 100)
+    logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    for p in both(lambda model: model.probabilities(logits, sampling)):
+        assert p[0].isfinite().all() and p[1:].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 4096])
