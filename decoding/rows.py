@@ -29,7 +29,7 @@ Generators: TypeAlias = Generator | Sequence[Generator] | None
 
 def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Any]) -> None:
     """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more. Of a model only
-    `name`, `vocabulary` and `context` are read, which `inputs.models.ModelLimits` has too."""
+    `name`, `vocabulary` and `context` are read, which `inputs.texts.ModelLimits` has too."""
     if max_len < 1:
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
     if not prefixes or not all(prefixes):
@@ -177,7 +177,8 @@ class Rows:
         self.sequence = torch.zeros(self.batch, self.capacity + 1, dtype=torch.long, device=self.device)
         self.numbers, self.texts, self.ended = [0] * self.batch, [[0] for _ in range(self.batch)], [True] * self.batch
         self.fresh: list[int] = []
-        self.waiting, self.unread = 0, 0  # The first prompt of the queue.
+        self.waiting = 0  # the first prompt of the queue
+        self.unread = 0
         self._offsets: dict[tuple[int, int], Tensor] = {}
         self.take_prompts()
 

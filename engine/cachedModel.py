@@ -281,8 +281,8 @@ def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
 
 
 class UncachedModel(Model):
-    """Another model, decoding without a KV cache: each forward reads the whole text again, as in the course report's
-    code. Its steps are computed eagerly.
+    """Wraps a model; each forward reads the whole text again, without a KV cache, as in the course report's code. Its
+    steps are computed eagerly.
 
     It stores the tokens of each row instead of their keys and values. Rows may be ragged: a row is read past its
     end up to the longest one, and causal attention hides that from its own logits. It does not read trees.
