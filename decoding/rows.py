@@ -34,7 +34,9 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
     if not prefixes or not all(prefixes):
         raise UserError("the prompt is empty: give at least one token")
-    vocabulary = min(model.vocabulary for model in models)
+    vocabulary, *others = sorted({model.vocabulary for model in models})
+    if others:
+        raise UserError(f"the models' vocabularies of {vocabulary} and {others[0]} tokens differ: cut them to one size")
     if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
         raise UserError(f"the prompt contains a token id outside the models' vocabulary of {vocabulary}")
     longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
@@ -130,7 +132,7 @@ class Rows:
         early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)`,
         called for each token in order.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
-        context and the smallest vocabulary among them are the limits.
+        context among them is the limit, and they have one vocabulary.
     callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
         guesses, the rest is the target's own.
     spare: slots that the models' caches have beyond the rows' capacity, for the nodes of a tree of guesses.

@@ -127,6 +127,8 @@ def test_what_cannot_work_is_refused_before_work():
     }.items():
         with refused(match):
             call()
+    with refused("vocabularies of 60 and 61 tokens differ"):
+        specSampling([[1]], target, ModelDrafter(helpers.tiny(seed=1, vocabulary=60)), 9)
     short = ModelDrafter(helpers.tiny(seed=1, context=64))
     with refused("gpt_neox-1"):
         specSampling([[1] * 30], target, short, 40)
