@@ -268,6 +268,7 @@ def test_what_cannot_be_rounded_is_refused_in_one_line():
     for target, reason in {
         helpers.tiny("cohere"): "nothing is known of the layers of cohere",
         spread: "it is spread over several devices",
+        compiled(helpers.tiny()): "its layers are packed for the kernels; it can be copied only before it is compiled",
     }.items():
         with refused(f"cannot draft for itself: {reason}"):
             copies_of(target)
