@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from decoding.model import Model
-from decoding.tree import Places, Tree
-from decoding.treeRules import TreeRule
-from decoding.verification import VerificationRule
+from decoding.tree import Places
 from engine.cachedModel import CachedModel
 from engine.gate import TOLERANCE
 from utils import Sampling, out_of_memory, penalised, upload
@@ -214,54 +212,21 @@ class CudaModel(CachedModel):
         at = torch.arange(w - width, positions.shape[1], device=self.device).clamp_(min=0)
         return tokens[:, at[:width]], positions[:, at]
 
-    def draw(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        seen: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self.run(Model.draw, *self.recent(tokens, positions), u, sampling, seen)
+    # Their arguments are those of `Model`, by position. A graph computes all rows, whatever `counts`, the last one, says.
 
-    def score_block(
-        self,
-        block: Tensor,
-        positions: Tensor,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: VerificationRule,
-        seen: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.run(Model.score_block, block, positions, q, u, sampling, verify, seen)
+    def draw(self, *inputs: Any) -> Any:
+        tokens, positions, u, sampling, *seen = inputs[:5]
+        return self.run(Model.draw, *self.recent(tokens, positions), u, sampling, *seen)
 
-    def grow(
-        self,
-        tree: Tree,
-        tokens: Tensor,
-        positions: Tensor,
-        places: Places,
-        u: Tensor,
-        sampling: Sampling,
-        seen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self.run(Model.grow, tree, *self.recent(tokens, positions), places, u, sampling, seen)
+    def score_block(self, *inputs: Any) -> Any:
+        return self.run(Model.score_block, *inputs[:7])
 
-    def score_tree(
-        self,
-        tree: Tree,
-        block: Tensor,
-        places: Places,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: TreeRule,
-        seen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.run(Model.score_tree, tree, block, places, q, u, sampling, verify, seen)
+    def grow(self, *inputs: Any) -> Any:
+        tree, tokens, positions, *rest = inputs
+        return self.run(Model.grow, tree, *self.recent(tokens, positions), *rest)
+
+    def score_tree(self, *inputs: Any) -> Any:
+        return self.run(Model.score_tree, *inputs)
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         self.run(CachedModel.move, source, slots)
