@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 
 class UserError(Exception):
@@ -147,11 +147,6 @@ def descending(row: Tensor, top_p: float) -> Tensor:
         if len(ordered) and ordered.cumsum(-1)[-1] >= top_p:
             return ordered
     return torch.from_numpy(np.sort(values)).flip(-1)
-
-
-def draw(probs: Tensor, generator: Generator | None = None) -> Tensor:
-    """One token for each distribution of `probs[..., V]`, int64 `[...]`."""
-    return pick(probs, torch.rand(probs.shape[:-1], device=probs.device, generator=generator))
 
 
 def pick(probs: Tensor, u: Tensor) -> Tensor:

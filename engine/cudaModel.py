@@ -212,7 +212,7 @@ class CudaModel(CachedModel):
         at = torch.arange(w - width, positions.shape[1], device=self.device).clamp_(min=0)
         return tokens[:, at[:width]], positions[:, at]
 
-    # Their arguments are those of `Model`, by position. A graph computes all rows, whatever `counts`, the last one, says.
+    # Their arguments are those of `Model`, by position. A graph computes all rows, whatever `counts`, the last, says.
 
     def draw(self, *inputs: Any) -> Any:
         tokens, positions, u, sampling, *seen = inputs[:5]

@@ -37,8 +37,8 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> Codes:
-    """The codes and scales `[out, in]` of least squared error, by search, of a weight in bfloat16: so they do not depend
-    on the dtype it was loaded in.
+    """The codes and scales `[out, in]` of least squared error, by search, of a weight in bfloat16: so they do not
+    depend on the dtype it was loaded in.
 
     The number of a group that is furthest from zero gets -2^(bits-1), which has no positive partner: its sign is the
     scale's.

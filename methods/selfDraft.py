@@ -1,9 +1,10 @@
 """The target's own copy with weights of few bits guesses for it: no other model, no training, no second KV cache
 (QuantSpec, Tiwari et al., arXiv 2502.10424; SubSpec, Wang et al., arXiv 2509.18344).
 
-A decode step takes as long as it takes to read the weights. A copy in 4 bits has 0.28 of the bytes of bfloat16, one in 6
-bits 0.41, and agrees with the target more often than a small model does. It reads and writes the target's KV cache: the committed tokens' keys and
-values are the target's own, and those of the guesses are overwritten when the target scores them.
+A decode step takes as long as it takes to read the weights. A copy in 4 bits has 0.28 of the bytes of bfloat16, one in
+6 bits 0.41, and it agrees with the target more often than a small model does. It reads and writes the target's KV
+cache: the committed tokens' keys and values are the target's own, and those of the guesses are overwritten when the
+target scores them.
 """
 
 from __future__ import annotations
