@@ -34,9 +34,7 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
     if not prefixes or not all(prefixes):
         raise UserError("the prompt is empty: give at least one token")
-    vocabulary, *others = sorted({model.vocabulary for model in models})
-    if others:
-        raise UserError(f"the models' vocabularies of {vocabulary} and {others[0]} tokens differ: cut them to one size")
+    vocabulary = min(model.vocabulary for model in models)
     if not all(0 <= token < vocabulary for prefix in prefixes for token in prefix):
         raise UserError(f"the prompt contains a token id outside the models' vocabulary of {vocabulary}")
     longest, least = max(map(len, prefixes)), min(models, key=lambda model: model.context)
@@ -163,6 +161,9 @@ class Rows:
         self.start = time.perf_counter()
         self.prompts = [list(map(int, prefix)) for prefix in prefixes]
         check_room(self.prompts, max_len, models)
+        least, *others = sorted({model.vocabulary for model in models})
+        if others:
+            raise UserError(f"the models' vocabularies of {least} and {others[0]} tokens differ: cut them to one size")
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback = max_len, callback
