@@ -31,7 +31,7 @@ def speculative_log_probs(log_p: Tensor, log_q: Tensor, tokens: Tensor) -> Tenso
 
     log_p, log_q: the log-probabilities of the target and the draft, `[n, V]`. The distribution is that of
     `decoding.verification.emitted`: it comes from the functions that accept and replace guesses. If they are right, the
-    result is log p up to rounding. Computed in float64, where the exponential of less than -700 would underflow.
+    result is log p up to rounding. In float64: float32's exp underflows below about -103, float64's below about -745.
     """
     if log_p.device.type == "mps":  # It has no float64.
         log_p, log_q, tokens = log_p.cpu(), log_q.cpu(), tokens.cpu()
@@ -77,8 +77,16 @@ def perplexities(tokens: Sequence[int] | Tensor, target: Model, draft: Model | N
     """The perplexity of one text for each role of `token_log_probs`."""
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
+    check_context("text", len(tokens), target, draft)
     log_probs = token_log_probs(torch.as_tensor(tokens), target, draft)
     return {role: exp(-values.double().mean().item()) for role, values in log_probs.items()}
+
+
+def check_context(what: str, tokens: int, *models: Model | None) -> None:
+    """Raise UserError unless all models can read a text or window of so many tokens."""
+    context = min(model.context for model in models if model is not None)
+    if tokens > context:
+        raise UserError(f"the {what} of {tokens} tokens exceeds the models' context of {context}")
 
 
 def exp(nats: float) -> float:
@@ -138,9 +146,7 @@ def calculate_ppl_corpus(
     """
     if not 1 <= stride < window:
         raise UserError(f"the stride ({stride}) must be at least 1 and less than the window ({window})")
-    context = min(model.context for model in (target, draft) if model is not None)
-    if window > context:
-        raise UserError(f"the window of {window} tokens exceeds the models' context of {context}")
+    check_context("window", window, target, draft)
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")

@@ -24,7 +24,7 @@ def regrSampling(
 
     max_len: new tokens at most. end_of_text: the id that ends a text, or a function (`Rows`).
     generator: on the model's device or on the CPU; or a list with one for each text. Then a text does not depend on
-        which others are decoded with it.
+        which others are decoded with it, except where the guesses follow measured times (costAware, the tree auto).
     callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
         guesses (here none).
     batch: texts at a time; the others wait until a row is free. None: all.

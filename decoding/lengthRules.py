@@ -33,9 +33,9 @@ class Additive(Fixed):
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
         for text, guesses in drafted.items():
-            if accepted[text] == guesses:
+            if 0 < guesses == accepted[text]:
                 self.next[text] += 1
-            else:
+            elif guesses:  # Lookup may find nothing to guess.
                 self.next[text] = max(self.length, self.next[text] // 2)
 
 
@@ -235,7 +235,7 @@ class CostAware(LengthRule):
     """
 
     LENGTHS = (0, 1, 2, 3, 4, 6, 10)
-    LOOK = 16  # Rounds between two looks for the best shape: a small model's rounds notice the time that they take.
+    LOOK = 16  # Rounds between two choices of the best shape; choosing each round would slow small models.
     OF_TEXT = 0.9  # Weight of a text's past in each round.
     FAITH = 4  # Accepted guesses of the average text that a new text begins with.
     PRICE = 0.5  # A guess costs less than its share of the round: the draft makes the step for other rows all the same.

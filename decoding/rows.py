@@ -29,7 +29,7 @@ Generators: TypeAlias = Generator | Sequence[Generator] | None
 
 def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Any]) -> None:
     """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more. Of a model only
-    `name`, `vocabulary` and `context` are read, which `inputs.models.ModelLimits` has too."""
+    `name`, `vocabulary` and `context` are read, which `inputs.texts.ModelLimits` has too."""
     if max_len < 1:
         raise UserError(f"maxLen must be 1 or more, not {max_len}")
     if not prefixes or not all(prefixes):
@@ -130,7 +130,7 @@ class Rows:
         early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)`,
         called for each token in order.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
-        context and the smallest vocabulary among them are the limits.
+        context among them is the limit, and they have one vocabulary.
     callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted
         guesses, the rest is the target's own.
     spare: slots that the models' caches have beyond the rows' capacity, for the nodes of a tree of guesses.
@@ -161,6 +161,9 @@ class Rows:
         self.start = time.perf_counter()
         self.prompts = [list(map(int, prefix)) for prefix in prefixes]
         check_room(self.prompts, max_len, models)
+        least, *others = sorted({model.vocabulary for model in models})
+        if others:
+            raise UserError(f"the models' vocabularies of {least} and {others[0]} tokens differ: cut them to one size")
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback = max_len, callback
@@ -177,7 +180,8 @@ class Rows:
         self.sequence = torch.zeros(self.batch, self.capacity + 1, dtype=torch.long, device=self.device)
         self.numbers, self.texts, self.ended = [0] * self.batch, [[0] for _ in range(self.batch)], [True] * self.batch
         self.fresh: list[int] = []
-        self.waiting, self.unread = 0, 0  # The first prompt of the queue.
+        self.waiting = 0  # the first prompt of the queue
+        self.unread = 0
         self._offsets: dict[tuple[int, int], Tensor] = {}
         self.take_prompts()
 
@@ -267,9 +271,9 @@ class Rows:
 
     @property
     def left(self) -> list[int]:
-        """Tokens each row may still add: 0 if it has ended, or if it is out of room while it guesses for others."""
+        """Tokens each row may still add: 0 if it has ended."""
         return [
-            0 if ended else min(self.max_len - len(self.tokens[number]), self.capacity - len(text))
+            0 if ended else len(self.prompts[number]) + self.max_len - len(text)
             for number, text, ended in zip(self.numbers, self.texts, self.ended)
         ]
 

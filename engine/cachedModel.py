@@ -32,6 +32,14 @@ def context_of(config: PretrainedConfig) -> int:
     return min(length for length in lengths if length > 0)
 
 
+def logits_of(model: PreTrainedModel, outputs: Any, vocabulary: int) -> Tensor:
+    """The float32 logits `[..., vocabulary]` of a model's outputs. A model that caps its logits makes numbers of the
+    -inf that its output layer gives for tokens it leaves out (sharedWeights.py:RestrictedHead); here they are -inf."""
+    logits = outputs.logits[..., :vocabulary].float()
+    absent = getattr(model.get_output_embeddings(), "absent", None)
+    return logits if absent is None else logits.masked_fill(absent[:vocabulary], -torch.inf)
+
+
 @dataclass(frozen=True)
 class Tap:
     """Computes a feature `[d]` of a token: `fuse` of its concatenated hidden states after some of a model's layers.
@@ -190,7 +198,7 @@ class CachedModel(Model):
             last = slice(-1 if places is None else 0, None)
             self.write_features(outputs.hidden_states[-1][:, last], slots[:, last])
         self.forwards += 1
-        logits = outputs.logits[..., : self.vocabulary].float()
+        logits = logits_of(self.model, outputs, self.vocabulary)
         # Some classes do not know `logits_to_keep`, and give the logits of all tokens.
         return logits if keep is None or logits.shape[1] == len(keep) else logits[:, keep]
 
@@ -240,19 +248,18 @@ class CachedModel(Model):
     def score(self, tokens: Tensor) -> Tensor:
         """The logits are on the device of `tokens`."""
         if self.features_of is not None:
-            return self.score_after(self.features_of, tokens)
-        logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits[..., : self.vocabulary].float()
-        return logits.to(tokens.device)
+            return self.score_over_slots(tokens)
+        outputs = self.model(input_ids=tokens.to(self.device), use_cache=False)
+        return logits_of(self.model, outputs, self.vocabulary).to(tokens.device)
 
-    def score_after(self, other: CachedModel, tokens: Tensor) -> Tensor:
-        """`score` for a model that reads the features of `other`, which reads the text first. Both use KV caches of
-        their own."""
-        models = other, self
+    def score_over_slots(self, tokens: Tensor) -> Tensor:
+        """`score` with a temporary KV cache. The model whose features it reads reads the text first, likewise."""
+        models = [model for model in (self.features_of, self) if model is not None]
         before = [model.store for model in models]
         text, positions = tokens.to(self.device), torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
         try:
             for model in models:
-                model.store = Store(tap=model.tap)
+                model.store = Store(tap=model.tap if model is self.features_of else None)
                 model.reserve(*text.shape)
                 logits = model.forward(text, positions)
             return logits.to(tokens.device)
@@ -274,8 +281,8 @@ def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
 
 
 class UncachedModel(Model):
-    """Another model, decoding without a KV cache: each forward reads the whole text again, as in the course report's
-    code. Its steps are computed eagerly.
+    """Wraps a model; each forward reads the whole text again, without a KV cache, as in the course report's code. Its
+    steps are computed eagerly.
 
     It stores the tokens of each row instead of their keys and values. Rows may be ragged: a row is read past its
     end up to the longest one, and causal attention hides that from its own logits. It does not read trees.

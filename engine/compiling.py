@@ -21,7 +21,12 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         return model
     cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)
     try:
-        result = compiled_class(model)(model.model, model.vocabulary, model.name, cache_of, features)
+        if model.device.type not in ("cpu", "cuda"):
+            raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
+        if model.is_spread:
+            raise RuntimeError("it is spread over several devices")
+        engine = CudaModel if model.device.type == "cuda" else CpuModel
+        result = engine(model.model, model.vocabulary, model.name, cache_of, features)
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
         no_compiler = isinstance(error, subprocess.CalledProcessError)
         reason = "the C++ compiler failed" if no_compiler else " ".join(str(error).split())[:200]
@@ -39,12 +44,3 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
 def is_compiled(model: CachedModel) -> bool:
     """Whether the model is a result of `compiled`."""
     return isinstance(model, (CudaModel, CpuModel))
-
-
-def compiled_class(model: CachedModel) -> type[CpuModel | CudaModel]:
-    """The engine for the model's device. Raises RuntimeError if no engine supports it."""
-    if model.device.type not in ("cpu", "cuda"):
-        raise RuntimeError(f"it can be compiled on a CPU and on CUDA, not on {model.device.type}")
-    if model.is_spread:
-        raise RuntimeError("it is spread over several devices")
-    return CudaModel if model.device.type == "cuda" else CpuModel

@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import CachedModel
-from engine.decoderLayers import names_of, weight_of
+from engine.decoderLayers import PackedLayer, names_of, weight_of
 from engine.kernels.loader import cache_folder
 from engine.quantised import Codes, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
 
-METHOD = b"rounded"  # of the method that computes codes: codes of another method on disk are ignored
+METHOD = b"rounded from bfloat16"  # of the method that computes codes: codes of another method on disk are ignored
 
 
 class Copies:
@@ -38,6 +38,8 @@ class Copies:
         self.name, self.vocabulary = model.name, model.vocabulary
         if model.is_spread:
             raise RuntimeError("it is spread over several devices")
+        if any(isinstance(part, PackedLayer) for part in model.model.modules()):
+            raise RuntimeError("its layers are packed for the kernels; it can be copied only before it is compiled")
         weights = weights_of(model.model)
         self.names, self.weights = list(weights), sum(weight.numel() for weight in weights.values())
         digest = hashlib.sha256(METHOD)

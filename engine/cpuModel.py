@@ -12,7 +12,7 @@ from torch import Tensor
 from decoding.tree import Places, Tree
 from decoding.treeRules import top_down_rule, traversal_rule
 from decoding.verification import Rule, VerificationRule, block_rule, token_rule
-from engine.cachedModel import CachedModel, Store, Tap
+from engine.cachedModel import CachedModel, Tap
 from engine.decoderLayers import Description
 from engine.kernels import loader
 from utils import Sampling, penalised
@@ -112,15 +112,7 @@ class CpuModel(CachedModel):
         return p, *self.rule(verify)(p, q, block[:, first:], u)
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Computed with a temporary KV cache."""
-        if self.reads_features:
-            return super().score(tokens)
-        before, self.store = self.store, Store()
-        try:
-            self.reserve(*tokens.shape)
-            return self.forward(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
-        finally:
-            self.store = before
+        return self.score_over_slots(tokens)
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         keys, values = self.keys_values()

@@ -22,9 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from decoding.model import Model
-from decoding.tree import Places, Tree
-from decoding.treeRules import TreeRule
-from decoding.verification import VerificationRule
+from decoding.tree import Places
 from engine.cachedModel import CachedModel
 from engine.gate import TOLERANCE
 from utils import Sampling, out_of_memory, penalised, upload
@@ -105,9 +103,9 @@ class CudaModel(CachedModel):
         return first
 
     def compile(self, step: Step, inputs: Sequence[Any]) -> Any:
-        """Compile the forward for a step by computing it once more, in the same slots. Returns the result of what is
-        in these slots now: compiled code rounds otherwise, so a draft may draw and read other tokens than at first.
-        """
+        """Compile the forward for a step by computing it once more, in the same slots. Returns the result of the
+        compiled run: the slots now hold its keys and values, which may differ from the eager run's by rounding, and so
+        may drawn tokens."""
         try:
             fused = torch.compile(self.model, fullgraph=True)
             self.fused = partial(self.compared, fused)
@@ -124,8 +122,10 @@ class CudaModel(CachedModel):
 
     def compared(self, fused: Callable[..., Any], **inputs: Any) -> Any:
         """The outputs of the compiled forward. Raises RuntimeError if they are not the model's."""
-        logits, outputs = self.model(**inputs).logits.float(), fused(**inputs)
-        if not (outputs.logits.float() - logits).norm() < TOLERANCE.get(self.dtype, 0.1) * logits.norm():
+        wanted, outputs = self.model(**inputs), fused(**inputs)
+        # A restricted output layer gives -inf.
+        exact, ours = (results.logits.float().nan_to_num(neginf=0) for results in (wanted, outputs))
+        if not (ours - exact).norm() < TOLERANCE.get(self.dtype, 0.1) * exact.norm():
             raise RuntimeError("compiled, it computes something else")
         return outputs
 
@@ -212,61 +212,28 @@ class CudaModel(CachedModel):
         at = torch.arange(w - width, positions.shape[1], device=self.device).clamp_(min=0)
         return tokens[:, at[:width]], positions[:, at]
 
-    def draw(
-        self,
-        tokens: Tensor,
-        positions: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        seen: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self.run(Model.draw, *self.recent(tokens, positions), u, sampling, seen)
+    # Their arguments are those of `Model`, by position. A graph computes all rows, whatever `counts`, the last, says.
 
-    def score_block(
-        self,
-        block: Tensor,
-        positions: Tensor,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: VerificationRule,
-        seen: Tensor | None = None,
-        counts: Sequence[int] | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return self.run(Model.score_block, block, positions, q, u, sampling, verify, seen)
+    def draw(self, *inputs: Any) -> Any:
+        tokens, positions, u, sampling, *seen = inputs[:5]
+        return self.run(Model.draw, *self.recent(tokens, positions), u, sampling, *seen)
 
-    def grow(
-        self,
-        tree: Tree,
-        tokens: Tensor,
-        positions: Tensor,
-        places: Places,
-        u: Tensor,
-        sampling: Sampling,
-        seen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self.run(Model.grow, tree, *self.recent(tokens, positions), places, u, sampling, seen)
+    def score_block(self, *inputs: Any) -> Any:
+        return self.run(Model.score_block, *inputs[:7])
 
-    def score_tree(
-        self,
-        tree: Tree,
-        block: Tensor,
-        places: Places,
-        q: Tensor,
-        u: Tensor,
-        sampling: Sampling,
-        verify: TreeRule,
-        seen: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.run(Model.score_tree, tree, block, places, q, u, sampling, verify, seen)
+    def grow(self, *inputs: Any) -> Any:
+        tree, tokens, positions, *rest = inputs
+        return self.run(Model.grow, tree, *self.recent(tokens, positions), *rest)
+
+    def score_tree(self, *inputs: Any) -> Any:
+        return self.run(Model.score_tree, *inputs)
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         self.run(CachedModel.move, source, slots)
 
-    def score_after(self, other: CachedModel, tokens: Tensor) -> Tensor:
+    def score_over_slots(self, tokens: Tensor) -> Tensor:
         with eagerly():
-            return super().score_after(other, tokens)
+            return super().score_over_slots(tokens)
 
 
 @contextmanager

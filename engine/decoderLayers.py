@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from engine.cachedModel import Tap, context_of
+from engine.cachedModel import Tap, context_of, logits_of
 from engine.gate import TOLERANCE, is_altered
 from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, packed, packed_codes
@@ -291,7 +291,7 @@ class Description:
             setattr(self.base, self.names.layers, layers)
             if kinds:
                 self.config.layer_types = kinds
-        wanted = outputs.logits[..., : self.vocabulary]
+        wanted = logits_of(self.model, outputs, self.vocabulary)
         results = [(logits.nan_to_num(neginf=0), wanted.nan_to_num(neginf=0))]  # A restricted head gives -inf.
         if tap is not None:
             results.append((features[:, 1:], tap(outputs.hidden_states)))

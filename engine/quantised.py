@@ -37,7 +37,8 @@ class Codes(NamedTuple):
 
 @torch.no_grad()
 def rounded(weight: Tensor, bits: int) -> Codes:
-    """The codes and scales `[out, in]` of least squared error, by search.
+    """The codes and scales `[out, in]` of least squared error, by search, of a weight in bfloat16: so they do not
+    depend on the dtype it was loaded in.
 
     The number of a group that is furthest from zero gets -2^(bits-1), which has no positive partner: its sign is the
     scale's.
@@ -50,7 +51,7 @@ def rounded(weight: Tensor, bits: int) -> Codes:
     scales = torch.empty(len(weight), groups_of_row, dtype=torch.bfloat16, device=weight.device)
     for rows in torch.arange(len(weight)).split(max(1, AT_ONCE // weight.shape[1])):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
-        groups = in_groups(weight[part].float(), GROUP).unflatten(1, (-1, GROUP))
+        groups = in_groups(weight[part].bfloat16().float(), GROUP).unflatten(1, (-1, GROUP))
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
         best, least = torch.zeros_like(furthest), torch.full_like(furthest, torch.inf)
         for share in SHARES:

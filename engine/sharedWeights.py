@@ -16,7 +16,8 @@ from utils import UserError
 
 
 class RestrictedHead(nn.Module):
-    """An output layer for `tokens[N]` alone, cut from a whole one. The logits of all other tokens are -inf."""
+    """An output layer for `tokens[N]` alone, cut from a whole one. The logits of all others, which `absent[V]` marks,
+    are -inf: again after a cap on logits, by `cachedModel.logits_of`."""
 
     @torch.no_grad()  # Otherwise the rows keep the whole weight alive, for gradients.
     def __init__(self, whole: nn.Linear, tokens: Tensor) -> None:
@@ -27,7 +28,8 @@ class RestrictedHead(nn.Module):
         if whole.bias is not None:
             self.inner.bias.copy_(whole.bias[tokens])
         self.register_buffer("tokens", tokens, persistent=False)
-        self.vocabulary = len(whole.weight)
+        absent = torch.ones(len(whole.weight), dtype=torch.bool, device=tokens.device).index_fill_(0, tokens, False)
+        self.register_buffer("absent", absent, persistent=False)
 
     @property
     def weight(self) -> Tensor:
@@ -35,7 +37,7 @@ class RestrictedHead(nn.Module):
         return self.inner.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        logits = x.new_full((*x.shape[:-1], self.vocabulary), -torch.inf)
+        logits = x.new_full((*x.shape[:-1], len(self.absent)), -torch.inf)
         logits[..., self.tokens] = self.inner(x)
         return logits
 

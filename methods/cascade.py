@@ -22,9 +22,7 @@ class InnerRows(Rows):
     """
 
     def __init__(self, outer: Rows, models: Sequence[Model]) -> None:
-        room = outer.capacity - max(map(len, outer.prompts))
-        super().__init__(outer.prompts, room, models, spare=outer.spare, generator=outer.generator, batch=outer.batch)
-        self.max_len = self.capacity  # The room of the rows is the only limit.
+        super().__init__(outer.prompts, outer.max_len, models, None, None, outer.spare, outer.generator, outer.batch)
 
     def sync(self, outer: Rows, wanted: Sequence[int], unread: int = 0) -> None:
         """Take over the rows of `outer` and drop all guesses. wanted: guesses for each row. unread: committed tokens

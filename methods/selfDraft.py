@@ -1,9 +1,10 @@
 """The target's own copy with weights of few bits guesses for it: no other model, no training, no second KV cache
 (QuantSpec, Tiwari et al., arXiv 2502.10424; SubSpec, Wang et al., arXiv 2509.18344).
 
-A decode step takes as long as it takes to read the weights. The copy is read in a third of the time, and agrees with
-the target more often than a small model does. It reads and writes the target's KV cache: the committed tokens' keys and
-values are the target's own, and those of the guesses are overwritten when the target scores them.
+A decode step takes as long as it takes to read the weights. A copy in 4 bits has 0.28 of the bytes of bfloat16, one in
+6 bits 0.41, and it agrees with the target more often than a small model does. It reads and writes the target's KV
+cache: the committed tokens' keys and values are the target's own, and those of the guesses are overwritten when the
+target scores them.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ def trials(
     count, length = TEXTS
     width = min([length, target.context // 2, *map(len, prompts[:count])])
     ends, generator = [prompt[-width:] for prompt in prompts[:count]], Generator(target.device).manual_seed(1)
-    new = max(1, min(length, target.context - width - gamma))
+    gamma = min(gamma, target.context - width - 1)
+    new = min(length, target.context - width - gamma)
     texts, _ = regrSampling(ends, target, new, sampling, generator=generator)
     text = torch.tensor([end + tokens for end, tokens in zip(ends, texts)], device=target.device)
     p = probabilities(target.score(text)[:, width - 1 :], sampling)

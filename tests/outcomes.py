@@ -43,7 +43,7 @@ class Outcomes:
         return self.digits.new_zeros(len(self.digits))
 
     def draw(self, probs, *chance):
-        """In the place of `utils.draw` and `utils.pick`, for `probs[rows, V]`."""
+        """In the place of `utils.pick`, for `probs[rows, V]`."""
         token, probs = self.choose(probs.shape[-1]), probs.double()
         # A row that cannot come about may have nothing to draw from; a row that can must not: its weight would be lost.
         self.weight = self.weight * probs.gather(-1, token[:, None])[:, 0] / probs.sum(-1).clamp(min=1e-300)

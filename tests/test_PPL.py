@@ -194,7 +194,8 @@ def test_what_has_no_perplexity_is_refused(pair):
         "two tokens": lambda: PPL.calculate_ppl_regr([1], pair[0]),
         "fewer": lambda: corpus_ppl(1, pair[0], window=64, stride=32),
         "stride": lambda: corpus_ppl(2, pair[0], window=64, stride=64),
-        "context": lambda: corpus_ppl(2, pair[0], window=129, stride=64),
+        "window of 129 tokens exceeds": lambda: corpus_ppl(2, pair[0], window=129, stride=64),
+        "text of 129 tokens exceeds": lambda: PPL.calculate_ppl_spec(tokens_of(129), *pair),
     }.items():
         with refused(match):
             call()

@@ -49,10 +49,10 @@ METHODS += ["cascade", "tree"]
 DECODING = Decoding(gamma=3, gamma2=3, draft_threshold=0.3, target_threshold=0.2, tree="3,2", ngram=1)
 
 
-def written(method, batch, models, sampling=FREE, texts=TEXTS):
-    options = {"max_len": 24, "sampling": sampling, "end_of_text": lambda text, token: token in ENDS}
-    generators = [torch.Generator().manual_seed(i) for i in range(texts)]
-    return build([method], models, DECODING)[method](PROMPTS[:texts], generator=generators, batch=batch, **options)
+def written(method, batch, models, sampling=FREE, texts=range(TEXTS)):
+    options = {"max_len": 24, "sampling": sampling, "end_of_text": lambda text, token: token in ENDS, "batch": batch}
+    prompts, generators = zip(*((PROMPTS[i], torch.Generator().manual_seed(i)) for i in texts))
+    return build([method], models, DECODING)[method](prompts, generator=generators, **options)
 
 
 PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
@@ -61,7 +61,8 @@ PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
 @pytest.mark.parametrize("engine", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("method, sampling", [*((name, FREE) for name in METHODS), ("fixed", PENALISED)])
 def test_a_text_is_the_same_at_every_batch_size(method, sampling, engine):
-    alone, _ = written(method, 1, models(engine), sampling)
+    """Also if it is decoded without the others, some of whose prompts are longer."""
+    alone = [written(method, 1, models(engine), sampling, [text])[0][0] for text in range(TEXTS)]
     assert len({len(text) for text in alone}) > 3  # Rows end at different times.
     for batch in (3, None):
         texts, records = written(method, batch, models(engine), sampling)
@@ -71,7 +72,7 @@ def test_a_text_is_the_same_at_every_batch_size(method, sampling, engine):
 
 
 def test_waiting_does_not_count_as_time_to_the_first_token():
-    _, records = written("target", 1, models(), texts=4)
+    _, records = written("target", 1, models(), texts=range(4))
     assert records[0].begun == 0 and all(a.times[-1] <= b.begun < b.times[0] for a, b in zip(records, records[1:]))
     assert all(record.seconds == record.times[-1] - record.begun for record in records)
 
@@ -126,6 +127,8 @@ def test_what_cannot_work_is_refused_before_work():
     }.items():
         with refused(match):
             call()
+    with refused("vocabularies of 60 and 61 tokens differ"):
+        specSampling([[1]], target, ModelDrafter(helpers.tiny(seed=1, vocabulary=60)), 9)
     short = ModelDrafter(helpers.tiny(seed=1, context=64))
     with refused("gpt_neox-1"):
         specSampling([[1] * 30], target, short, 40)

@@ -33,7 +33,7 @@ from methods.drafters import ModelDrafter
 from methods.programs.registry import Generate
 from report import figures
 from report.runTables import forwards_table, limits_of, round_table, said_of
-from utils import GREEDY, Sampling, UserError, draw
+from utils import GREEDY, Sampling, UserError, pick
 
 FREE = Sampling(1.0, 0, 1.0)
 
@@ -339,7 +339,7 @@ def test_the_synthetic_rules_accept_at_their_rate(alpha):
     count, generator = 20_000, torch.Generator().manual_seed(0)
     p, q = (torch.rand(count, n, 7, generator=generator).pow(3) for n in (3, 2))
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-    drafts, u = draw(q, generator), torch.rand(count, 3, generator=generator)
+    drafts, u = pick(q, torch.rand(q.shape[:-1], generator=generator)), torch.rand(count, 3, generator=generator)
     accepted, token = synthetic(alpha)(p.clone(), q, drafts, u)
     shares = torch.bincount(accepted, minlength=3) / count
     wanted = torch.tensor([1 - alpha, alpha * (1 - alpha), alpha**2])

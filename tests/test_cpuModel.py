@@ -510,9 +510,11 @@ def test_kernels_belong_to_the_compiled_model(models, monkeypatch):
 # Packing.
 
 
-def test_a_model_that_shares_its_layers_takes_those_that_are_packed():
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_model_that_shares_its_layers_takes_those_that_are_packed(family):
     """A draft and the same for few tokens. The size that a record names is that of the whole model."""
-    eager, draft = helpers.tiny("llama"), helpers.tiny("llama")
+    eager, draft, other = (helpers.tiny(family, attn_implementation="eager") for _ in range(3))
+    assert is_compiled(compiled(RestrictedModel(other, torch.tensor([0, 3]))))  # before the whole model is
     few, tokens = RestrictedModel(draft, torch.tensor([0, 3, 17, 60])), torch.tensor([[5, 60, 2]])
     sizes = draft.parameters, few.parameters
     draft, few = compiled(draft), compiled(few)

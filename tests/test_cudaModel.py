@@ -18,6 +18,7 @@ from decoding.rows import Rows
 from decoding.verification import RULES, token_rule
 from engine import cudaModel
 from engine.cudaModel import CudaModel, no_captures
+from engine.sharedWeights import RestrictedModel
 from experiments.speed import time_texts
 from methods.catalogue import build
 from methods.drafters import ModelDrafter
@@ -219,8 +220,10 @@ def test_texts_are_timed_without_captures(gpu):
 # torch.compile, and the kernels that CUDA has.
 
 
-def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
-    """Short blocks are; a prompt is not. The text is the CPU's, and what was written twice counts once."""
+@pytest.mark.parametrize("tokens", [None, torch.arange(0, 61, 2)])
+def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch, capsys, tokens):
+    """Short blocks are; a prompt is not. The text is the CPU's, and what was written twice counts once. tokens: of a
+    draft that guesses these alone, and gives -inf for the others."""
     widths = []
 
     def compile(model, fullgraph):
@@ -234,8 +237,9 @@ def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", compile)
     target, draft = captured_pair()
+    draft = draft if tokens is None else captured(RestrictedModel(near(helpers.tiny(), noise=0.1), tokens))
     text = specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)[0]
-    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0]
+    assert text == regrSampling(PROMPTS[:1], helpers.tiny(), 30, GREEDY)[0] and not capsys.readouterr().err
     assert {1, 2, 5} <= set(widths) <= {1, 2, 3, 4, 5} and gpu.captures == len(target.graphs) + len(draft.graphs)
     before = len(widths)
     specSampling(PROMPTS[:1], target, ModelDrafter(draft), 30, 4, GREEDY)

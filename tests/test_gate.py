@@ -22,6 +22,7 @@ from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
 from engine.cachedModel import CachedModel, Ungated, check_kind, context_of
 from engine.compiling import compiled
+from engine.sharedWeights import RestrictedModel
 from engine.smallTwin import small_twin
 
 RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "llama4_text", "gptj", "falcon", "roberta", "deepseek_v3"]
@@ -131,6 +132,7 @@ def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_wi
     hook = model.gpt_neox.layers[1].register_forward_hook(lambda module, given, output: output + torch.arange(32) / 9)
     steered = CachedModel(model)
     assert steered.score(torch.tensor([[5, 9]])) is not None
+    RestrictedModel(steered, torch.tensor([5, 9]))  # Its other logits are -inf.
     hook.remove()
 
     def last_alone(module, given, output):

@@ -16,7 +16,7 @@ from decoding.verification import block_rule, token_rule
 from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from engine.kernels import loader
-from utils import GREEDY, Sampling, draw
+from utils import GREEDY, Sampling, pick
 
 # What these models make of logits does not depend on their weights.
 PYTORCH, KERNELS = CachedModel.__new__(CachedModel), CpuModel.__new__(CpuModel)
@@ -57,12 +57,12 @@ def test_probabilities_with_ties(seed, size, sampling):
         assert sampling == GREEDY or result[row][logits[row] == value].unique().numel() == 1
 
 
-def test_what_is_no_number_is_not_hidden():
-    for wrong in torch.nan, torch.inf:
-        logits = torch.randn(2, 100)
-        logits[1, 3] = wrong
-        p = KERNELS.probabilities(logits, Sampling())
-        assert p[0].isfinite().all() and p[1].isnan().all()
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_what_is_no_number_is_not_hidden(sampling):
+    logits = torch.randn(4, 100)
+    logits[1, 3], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    for p in both(lambda model: model.probabilities(logits, sampling)):
+        assert p[0].isfinite().all() and p[1:].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 65, 4096])
@@ -130,7 +130,7 @@ def test_from_nan_comes_no_token(size):
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(3, 4, size, generator=generator).softmax(-1)
     q = p[:, :3].clone()  # Every guess would be accepted.
-    drafts = draw(q, generator)
+    drafts = pick(q, torch.rand(q.shape[:-1], generator=generator))
     p[0, 2], q[1, 1] = torch.nan, torch.nan
     u = torch.rand(3, 4, generator=generator)
     for accepted, token in both(lambda model: model.rule(token_rule)(p, q, drafts, u)):

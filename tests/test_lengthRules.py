@@ -37,6 +37,8 @@ def test_additive_grows_by_one_and_halves_row_by_row():
     assert rule.gammas() == [9, 4]
     tell(rule, [9, 4], [8, 4])
     assert rule.gammas() == [4, 5]
+    tell(rule, [0, 5], [0, 5])  # Lookup found nothing to guess.
+    assert rule.gammas() == [4, 6]
     rule.begin(rows(1))
     assert rule.gammas() == [4]
 

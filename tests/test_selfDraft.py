@@ -62,7 +62,7 @@ def cache(monkeypatch, tmp_path):
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_and_scales_have_the_kernels_format_and_a_small_error(bits, monkeypatch):
     torch.manual_seed(0)
-    weight = torch.randn(48, 64)
+    weight = torch.randn(48, 64).bfloat16().float()
     largest = weight.unflatten(1, (-1, 32)).abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     plain = ((weight.unflatten(1, (-1, 32)) / largest).round() * largest).flatten(1)
     error = (rounded(weight, bits).weight() - weight).norm()
@@ -228,20 +228,23 @@ def test_the_copy_reads_one_token_and_no_prompt(monkeypatch):
 
 def test_codes_are_made_once_whatever_the_dtype(cache):
     target = helpers.tiny()
-    first = Copies(target, [4, 8]).of(4, target).model.state_dict()
+    first = dict(Copies(target, [4, 8]).of(4, target).model.named_buffers())
     assert len(list(cache.glob("copies-*/4/*.safetensors"))) == len(weights_of(target.model))
     nothing = Mock(side_effect=NotImplementedError("codes are computed"))
     again = CachedModel(copy.deepcopy(target.model).to(torch.bfloat16).float(), 61)
     for model in target, CachedModel(copy.deepcopy(again.model).to(torch.bfloat16), 61), again:
-        found = Copies(model, [8, 4], nothing).of(4, model).model.state_dict()
+        found = dict(Copies(model, [8, 4], nothing).of(4, model).model.named_buffers())
         assert all(torch.equal(found[name], first[name]) for name in first if "codes" in name)
+    shutil.rmtree(next(cache.glob("copies-*")))  # Whichever dtype is the first, the codes are the same.
+    found = dict(Copies(again, [4]).of(4, again).model.named_buffers())
+    assert all(torch.equal(found[name], first[name]) for name in first if "codes" in name)
     with pytest.raises(NotImplementedError):
         Copies(helpers.tiny(seed=5), [4], nothing)
 
 
 def test_interrupted_work_goes_on_where_it_stopped(cache):
     target = helpers.tiny()
-    whole = Copies(target, [4]).of(4, target).model.state_dict()
+    whole = dict(Copies(target, [4]).of(4, target).model.named_buffers())
     for stop in 1, 3, 6, 8:  # within a decoder layer and between two
         shutil.rmtree(next(cache.glob("copies-*")))
         with pytest.raises(KeyboardInterrupt):
@@ -250,7 +253,7 @@ def test_interrupted_work_goes_on_where_it_stopped(cache):
         counts = []
         found = Copies(target, [4], lambda work, *told: counts.append(told) or work)
         assert counts == [(f"rounding {target.name} to 4 bits", len(weights_of(target.model)) - stop)]
-        after = found.of(4, target).model.state_dict()
+        after = dict(found.of(4, target).model.named_buffers())
         assert all(torch.equal(whole[name], after[name]) for name in whole)
 
 
@@ -265,6 +268,7 @@ def test_what_cannot_be_rounded_is_refused_in_one_line():
     for target, reason in {
         helpers.tiny("cohere"): "nothing is known of the layers of cohere",
         spread: "it is spread over several devices",
+        compiled(helpers.tiny()): "its layers are packed for the kernels; it can be copied only before it is compiled",
     }.items():
         with refused(f"cannot draft for itself: {reason}"):
             copies_of(target)
@@ -282,6 +286,12 @@ def test_a_drafter_needs_the_target_alone():
     assert found[1][0].alpha > 0.5
     tree = treeSampling(PROMPTS, target, SelfDrafter(target), 30, Tree.of("2,2"), GREEDY)
     assert tree[0] == found[0]
+
+
+def test_trials_stay_within_the_context():
+    """Of learned positions there are no more."""
+    target = helpers.tiny("gpt2", context=24)
+    assert [trial.bits for trial in trials(target, copies_of(target), PROMPTS, FREE, 1000)] == list(BITS)
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

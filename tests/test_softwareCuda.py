@@ -27,6 +27,7 @@ from decoding.rows import Rows
 from decoding.verification import RULES as VERIFICATIONS
 from engine import compiling, cudaModel
 from engine.cachedModel import CachedModel
+from engine.compiling import compiled
 from engine.cudaModel import CudaModel, no_captures
 from inputs import randomModels
 from lossless.mistakes import always_accept
@@ -189,12 +190,14 @@ def test_a_draft_on_a_device_of_its_own_writes_the_same(gpu, name, engine, devic
         assert len(gpu.syncs) == max(len(record.times) for record in records)
 
 
-@pytest.mark.parametrize("machine, devices", [("gpu", ("cuda", "cuda:1")), ("apple", ("mps", "mps"))])
+@pytest.mark.parametrize(
+    "machine, devices", [("gpu", ("cuda", "cuda:1")), ("gpu", ("cuda", "cpu")), ("apple", ("mps", "mps"))]
+)
 def test_perplexity_is_that_of_the_cpu(request, machine, devices):
-    """On one device, and with a draft on a device of its own."""
+    """On one device, and with a draft on a device of its own, compiled where it can be."""
     request.getfixturevalue(machine)
     pairs = [[roles(device)[role] for role, device in zip(("target", "draft"), of)] for of in (("cpu",) * 2, devices)]
-    wanted, found = (PPL.perplexities(FIRST[0] * 4, *pair) for pair in pairs)
+    wanted, found = (PPL.perplexities(FIRST[0] * 4, *pair) for pair in (pairs[0], map(compiled, pairs[1])))
     assert found == pytest.approx(wanted, rel=1e-6)
 
 

@@ -12,7 +12,7 @@ from decoding.tree import MOST, Tree
 from decoding.treeRules import TREE_RULES, after_child, in_postorder, top_down_rule, traversal_rule
 from decoding.verification import block_rule, token_rule
 from lossless.mistakes import mass_not_updated, siblings_not_renormalised, unsure_node_dropped
-from utils import draw
+from utils import pick
 
 
 @pytest.mark.parametrize("rule, chain_rule", [(traversal_rule, block_rule), (top_down_rule, token_rule)])
@@ -20,7 +20,7 @@ def test_on_a_chain_it_is_the_rule_for_chains(rule, chain_rule):
     generator = torch.Generator().manual_seed(0)
     p = torch.randn(2000, 6, 30, generator=generator).mul(1.5).softmax(-1)
     q = 0.2 * torch.randn(2000, 5, 30, generator=generator).softmax(-1) + 0.8 * p[:, :5]
-    drafts = draw(q, generator)
+    drafts = pick(q, torch.rand(q.shape[:-1], generator=generator))
     q[:300, 3:] = 0  # These rows have fewer guesses.
     u = torch.rand(2000, 6, generator=generator)
     accepted, path, token = rule(p, q, drafts, u, Tree.chain(5))

@@ -94,20 +94,20 @@ static float exponentials(const float* x, long n, float top, float heat, float f
 }
 
 // p[n] = the probabilities of the logits x[n] after temperature, top_k (0: all) and top_p (1: all), which `settings` holds,
-// float64 [3]. A row with +inf or nan gives nan.
+// float64 [3]. A row with +inf or nan, or of -inf alone, gives nan.
 static void filter(const float* x, long n, const at::Tensor& settings, float* p, std::vector<float>& room) {
     double temperature = data<double>(settings)[0], top_p = data<double>(settings)[2];
     long top_k = long(std::min(data<double>(settings)[1], 1e15));
     int wrong = 0;  // Whether there is +inf or nan. Tests the bits, as is_nan does.
     for (long i = 0; i < n; i++)
         wrong |= int(bits_of(x[i]) == 0x7f800000) | int((bits_of(x[i]) & 0x7fffffff) > 0x7f800000);
-    if (wrong) {
+    float top = x[0];
+    for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
+    if (wrong || uint32_t(bits_of(top)) == 0xff800000) {
         uint32_t nan = 0x7fc00000;
         for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
         return;
     }
-    float top = x[0];
-    for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
     if (temperature == 0) {
         std::fill(p, p + n, 0.f);
         p[std::find(x, x + n, top) - x] = 1;

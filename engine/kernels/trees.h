@@ -3,7 +3,7 @@
 #pragma once
 #include "sampling.h"
 
-// The operator `siblings` of treeDrawing.py: q [B, m, V], u [B, m, K], counts [m] -> tokens int64 [B, sum(counts)], and
+// The operator `siblings` of decoding/tree.py: q [B, m, V], u [B, m, K], counts [m] -> tokens int64 [B, sum(counts)], and
 // the laws that they were drawn from, [B, sum(counts), V].
 static std::tuple<at::Tensor, at::Tensor> siblings(const at::Tensor& q, const at::Tensor& u, at::IntArrayRef counts) {
     auto qs = q.contiguous(), us = u.contiguous();
@@ -108,7 +108,7 @@ struct Walk {
     }
 };
 
-// The operator `accept_tree`, the rules of verification.py without the last draw: p [B, n + 1, V], q [B, n, V],
+// The operator `accept_tree`, the rules of decoding/treeRules.py without the last draw: p [B, n + 1, V], q [B, n, V],
 // drafts int64 [B, n], u [B, n], the parents of nodes 1 to n, the tree's depth, and whether it is traversal_rule -> how
 // many guesses are accepted, int64 [B], their nodes, int64 [B, depth], and the distribution of the token times some
 // number, [B, V].
