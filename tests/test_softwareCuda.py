@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import helpers
 import pytest
@@ -436,7 +437,8 @@ def test_the_check_of_a_device_is_one_page(gpu, cli, flags, capsys, monkeypatch,
     monkeypatch.setitem(VERIFICATIONS, "token", always_accept)
     assert cli.main(["--check", "--device", device]) == 1
     assert "fixed, eager: its greedy text is not that of plain decoding." in capsys.readouterr().out
-    monkeypatch.setattr(compiling, "compiled_class", lambda model: (_ for _ in ()).throw(OSError("no compiler")))
+    for engine in compiling.CudaModel, compiling.CpuModel:
+        monkeypatch.setattr(engine, "__init__", Mock(side_effect=OSError("no compiler")))
     assert cli.main(["--check", "--device", device]) == 1
     page = capsys.readouterr().out
     assert "target stays eager: it cannot be compiled here." in page and page.count("GB/s") == 2
