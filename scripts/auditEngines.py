@@ -112,10 +112,12 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         replace_file(FILE, json.dumps(record | about) + "\n")
 
     if mistakes:
-        record["mistakes"] = []
         for order in ("draft", "p"):
-            Trial(inputs, models, "float32", record["mistakes"].append).find_mistakes(order)
-        return keep()
+            seen = [line for line in record["mistakes"] if line["order"] != order]
+            Trial(inputs, models, "float32", seen.append).find_mistakes(order)
+            record["mistakes"] = seen
+            keep()
+        return None
     TEXTS.mkdir(parents=True, exist_ok=True)
     chosen = inputs.settings.measuring.groups["compare"]
     if names:  # The target is always among them, but is meant only where it is named.
