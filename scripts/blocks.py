@@ -317,6 +317,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "engines-mistakes": mistakes_table,
     "audit-power": power,
     "audit-lookup": lookup_hits,
+    "audit-universal": partial(quoted, "engines", r"generate:universal \|[^|]*\| \*\*(.*?)\*\*"),
     "audit-vllm": partial(excluded, "vllm:lookup"),
     "audit-openvino": partial(excluded, "openvino:draft"),
     "layout": layout,
