@@ -242,20 +242,27 @@ def draw_lossless(lines: Sequence[Line]) -> Figure:
 
 def draw_trainings(record: Mapping[str, Any]) -> Figure:
     """Draw the acceptance on held-out text over the minutes of training: of a head by position, of variants one line
-    each, with the last share in the legend."""
+    each, with its name at its end."""
     figure, axes = plt.subplots(figsize=(8, 4.4))
     histories = {name: variant["history"] for name, variant in record["variants"].items()}
-    lines = {name: [(m["seconds"] / 60, m["alpha"]) for m in history] for name, history in histories.items()}
+    lines = {name: [(m["seconds"], m["alpha"]) for m in history] for name, history in histories.items()}
     if len(lines) == 1:
         ((name, history),) = histories.items()
         lines = {"all tested guesses": lines[name]}
         for i in range(len(history[0]["acceptance"])):
-            lines[f"guess {i + 1}"] = [(m["seconds"] / 60, m["acceptance"][i]) for m in history]
+            lines[f"guess {i + 1}"] = [(m["seconds"], m["acceptance"][i]) for m in history]
+    ends, below = {}, np.inf
     for number, (name, points) in enumerate(lines.items()):
-        colour = plt.cm.tab10(number) if number else DARK
-        label = f"{name}  {points[-1][1]:.3f}"
-        axes.plot(*zip(*points), label=label, color=colour, linewidth=1.2 if number else 2.2)
-    axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        minutes, shares = [seconds / 60 for seconds, _ in points], [share for _, share in points]
+        colour = DARK if number == 0 else plt.cm.tab10(number)
+        axes.plot(minutes, shares, label=name, color=colour, linewidth=1.2 if number else 2.2)
+        ends[f"{name}  {shares[-1]:.3f}"] = minutes[-1], shares[-1], colour
+    (low, high), last = axes.get_ylim(), max(minutes for minutes, _, _ in ends.values())
+    for name, (end, share, colour) in sorted(ends.items(), key=lambda item: -item[1][1]):
+        below = min(share, below - 0.05 * (high - low))  # No name covers another.
+        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
+        at = 1.04 * last, below
+        axes.annotate(name, (end, share), at, va="center", fontsize=8, color=colour, arrowprops=line)
+    axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass", xlim=(0, 1.3 * last))
     axes.set_title(f"{record['models']['target']['name']}, text that is held out")
     return figure

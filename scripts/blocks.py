@@ -77,7 +77,8 @@ def printed(
                     piece = replace(piece, rows=sorted(piece.rows, key=lambda row: -cast(Measured, row[at]).value))
                 if DISTANCE in columns:
                     cells_of = [cell for cell in records["engines"][0]["cells"] if cell.items() >= FIRST.items()]
-                    bounds = {name_of(cell["method"]): bound(cell) for cell in cells_of}
+                    # Of weights in few bits only that they are another model.
+                    bounds = {name_of(cell["method"]): bound(cell).partition(",")[0] for cell in cells_of}
                     cells: list[list[Cell]] = [[*row, bounds.get(str(row[0]), "")] for row in piece.rows]
                     piece = replace(piece, heads=[*piece.heads, DISTANCE], rows=cells)
                 medians = f"; medians{notation(piece)}" if notation(piece) and "medians" not in piece.title else ""

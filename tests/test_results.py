@@ -265,7 +265,9 @@ def test_the_figure_of_a_training_has_a_line_for_each_guess_or_variant(name):
     of_one = ["all tested guesses", *map("guess {}".format, (1, 2, 3, 4))]
     names = [*record["variants"]] if len(record["variants"]) > 1 else of_one
     (axes,) = figures.draw_trainings(record).axes
-    assert [line.get_label().split("  ")[0] for line in axes.lines] == names
+    assert (
+        {line.get_label() for line in axes.lines} == {text.get_text().split("  ")[0] for text in axes.texts} == {*names}
+    )
     assert len({line.get_color() for line in axes.lines}) == len(names)
     figures.plt.close("all")
 
