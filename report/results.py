@@ -5,7 +5,6 @@ A line is appended in one write and fsynced: a kill loses no line that was writt
 not mix. The text is replaced as a whole: a reader never sees half of it.
 """
 
-import fcntl
 import json
 import math
 import os
@@ -91,16 +90,20 @@ class Results:
     def render(self) -> None:
         """Write `results.txt` from all lines, newest run first. Of several processes one reads and writes at a time: so
         the last text has the lines of all. Raises UserError if it cannot be written."""
-        folder = os.open(self.text.parent, os.O_RDONLY)
+        folder = None
         try:
-            with suppress(OSError):  # Where locks are not supported, nothing is locked.
+            with suppress(ImportError, OSError):  # Where folders cannot be locked, as on Windows, nothing is.
+                import fcntl
+
+                folder = os.open(self.text.parent, os.O_RDONLY)
                 fcntl.flock(folder, fcntl.LOCK_EX)
             replace_file(self.text, self.rendered())
         except OSError as error:
             where = f"the measurements are in {self.lines.name}"
             raise UserError(f"{self.text} cannot be written: {error.strerror or error}; {where}") from None
         finally:
-            os.close(folder)  # This releases the lock.
+            if folder is not None:
+                os.close(folder)  # This releases the lock.
 
     def rendered(self, runs: Sequence[Run] | None = None) -> str:
         """The content of `results.txt`: a line for each of the newest runs, and all runs, newest first. runs: None for
