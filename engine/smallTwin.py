@@ -38,7 +38,8 @@ SIZES = {
     r"rotary_dim|laurel_rank": 8,
     r".*(rank|per_layer_input).*|query_pre_attn_scalar": HEAD,
     r".*(layer|pattern|interval|period|every|kernel|stride|type|cycles).*|seed": 1 << 62,  # no sizes
-    r".*(window|chunk|local_attention).*|index_topk|block_size": WINDOW,
+    r"block_size": 2,  # BigBird attends to later tokens too, in texts of 11 blocks and more
+    r".*(window|chunk|local_attention).*|index_topk|floor_scale": WINDOW,
     r".*group.*": 1,
     r".*(experts_per_tok|top_?k|moe_k).*": 2,
     r".*(experts?|expert_num)": 4,

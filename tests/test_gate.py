@@ -25,8 +25,10 @@ from engine.compiling import compiled
 from engine.sharedWeights import RestrictedModel
 from engine.smallTwin import small_twin
 
-RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "llama4_text", "gptj", "falcon", "roberta", "deepseek_v3"]
+RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "gptj", "falcon", "roberta", "deepseek_v3"]
 REFUSED = {
+    "llama4_text": "its logits are off by",
+    "big_bird": "its tokens attend to those after them",
     "bart": "its forward takes no position_ids",
     "gpt_neo": "its logits are off by",
     "mamba": "keep a state that positions cannot address",
@@ -81,6 +83,15 @@ def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
     config = zoo.config_of(CONFIG_MAPPING[name])
     with refused(f"models of type {name} are not supported: ", REFUSED[name]):
         check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
+
+
+@pytest.mark.parametrize("name, field, value", [
+    ("llama4_text", "attn_temperature_tuning", False), ("big_bird", "attention_type", "original_full"),
+])  # fmt: skip
+def test_what_long_texts_alone_use_is_refused_only_where_a_configuration_has_it(name, field, value):
+    config = zoo.config_of(CONFIG_MAPPING[name])
+    setattr(config, field, value)
+    check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 class Shifted(Ungated):
