@@ -93,7 +93,8 @@ NAMES = {  # by the name of the class in transformers: models of other types may
 }  # fmt: skip
 
 
-_AGREE: set[str] = set()  # configurations whose small twins the kernels compute
+# {configuration: the parts in each layer of its small twin, which the kernels compute}
+_AGREE: dict[str, list[dict[str, type]]] = {}
 
 
 class PackedLayer(nn.Module):
@@ -252,16 +253,23 @@ class Description:
     def check(self, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes: first a small twin in float32, from
         the first position to the last, where every difference but rounding is seen; then the model itself with three
-        of its layers. (Some models scale each layer by its number.)"""
+        of its layers. (Some models scale each layer by its number.) All its layers have the parts of the twin's: an
+        adapter in a part's place may change so little that 16 bits hide it, or be in other layers."""
         key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
-        if key not in _AGREE and not isinstance(self.model, HeadNetwork):
+        is_head = isinstance(self.model, HeadNetwork)
+        if key not in _AGREE and not is_head:
             try:
                 small = small_twin(self.config, type(self.model))
             except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
                 raise RuntimeError(f"no small twin can be created to check the kernels ({error})") from error
             twin = Description(small, 96)
             twin.check_layers(range(twin.config.num_hidden_layers), CONTEXT, OF_TWIN)
-            _AGREE.add(key)
+            _AGREE[key] = [parts_in(layer) for layer in getattr(twin.base, twin.names.layers)]
+        for layer in layers:
+            if shapes_in(layer) != shapes_in(layers[0]):
+                raise RuntimeError("its layers have several sizes")
+            if not is_head and not any(parts_in(layer).items() <= right.items() for right in _AGREE[key]):
+                raise RuntimeError("parts of its layers are not those of its class")
         self.check_layers(sorted({0, len(layers) // 2, len(layers) - 1}), 64)
 
     @torch.inference_mode()
@@ -315,6 +323,16 @@ class Description:
         if isinstance(head, QuantisedLinear):  # Its codes are not used any more.
             head.codes = head.scales = None
         return decoder
+
+
+def parts_in(layer: nn.Module) -> dict[str, type]:
+    """{name: class} of the parts of a layer but those that a copy in few bits has instead."""
+    return {name: type(part) for name, part in layer.named_modules() if not isinstance(part, QuantisedLinear)}
+
+
+def shapes_in(layer: nn.Module) -> dict[str, torch.Size]:
+    """{name: shape} of the weights of a layer."""
+    return {name: x.shape for name, x in (*layer.named_parameters(), *layer.named_buffers())}
 
 
 def norm(name: str, module: nn.Module, gain: int = 0) -> dict[str, Tensor]:

@@ -567,7 +567,31 @@ def with_hook(model, layer):
     model.model.layers[layer].mlp.register_forward_hook(lambda module, given, output: output * 1.1)
 
 
+class Adapter(nn.Module):
+    """A linear layer with little added to it, and the name of its weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.weight, self.bias = base, base.weight, base.bias
+
+    def forward(self, x):
+        return self.base(x) + 1e-3 * x.sum(-1, keepdim=True)
+
+
+def with_adapter(model):
+    attention = model.bfloat16().model.layers[0].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+
+
+def narrowed(model):
+    part = model.model.layers[1].mlp
+    for name in "gate_proj", "up_proj", "down_proj":
+        weight = getattr(part, name).weight
+        weight.data = weight.data[:, :8].clone() if name == "down_proj" else weight.data[:8].clone()
+
+
 ALTERED = "hooks or replaced forwards change what it computes"
+PARTS = "parts of its layers are not those of its class"
 UNLIKE = "its layers compute something that the kernels do not"
 REFUSED = {
     "float64": (lambda: changed(lambda model: model.double()), "no kernels for torch.float64"),
@@ -587,7 +611,12 @@ REFUSED = {
     ),
     "a hook": (lambda: changed(lambda model: with_hook(model, 0)), ALTERED),
     "a hook in the last layer": (lambda: changed(lambda model: with_hook(model, -1)), ALTERED),
-    "a function": (lambda: changed(lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.ReLU())), UNLIKE),
+    "a function": (
+        lambda: changed(lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.ReLU()), layers=4),
+        PARTS,
+    ),
+    "an adapter": (lambda: changed(with_adapter), PARTS),
+    "a narrower layer": (lambda: changed(narrowed, layers=4), "its layers have several sizes"),
     "a norm": (lambda: changed(lambda model: setattr(model.model.norm, "forward", lambda x: x)), ALTERED),
 }
 
