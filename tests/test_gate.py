@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
     Qwen2Config,
 )
 
@@ -68,6 +69,14 @@ def test_the_configuration_stays_as_it_was_and_a_twin_is_always_the_same():
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_kind_is_decoded_as_its_own_forward_says_beyond_its_window_too(name):
     assert zoo.verdict(CONFIG_MAPPING[name]) == ("right", "")
+
+
+def test_the_biases_of_mpt_end_where_its_texts_do():
+    model = CachedModel(twin_of(MptConfig()))
+    tokens = torch.randint(3, model.vocabulary, (1, model.context))
+    assert model.score(tokens).shape[1] == model.context == 128
+    with pytest.raises(RuntimeError):
+        model.score(torch.cat([tokens, tokens[:, :1]], 1))
 
 
 def test_where_alibi_counts_slots_trees_alone_are_refused():
