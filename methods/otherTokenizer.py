@@ -209,9 +209,9 @@ class OtherTokenizerDrafter(Drafter):
         """Raises UserError if a prompt does not fit into the draft's context."""
         self.texts = [GrowingText(self.translation) for _ in rows.prompts]
         self.held = [text.row(prompt) for text, prompt in zip(self.texts, rows.prompts)]
-        left, longest = rows.capacity - max(map(len, rows.prompts)), max(map(len, self.held))
-        most = max(left, min(GROWTH * left, self.model.context - longest))
-        self.rows = Rows(self.held, most, [self.model], batch=rows.batch)
+        ends = [(len(text) + rows.max_len, len(text) + GROWTH * rows.max_len) for text in self.held]
+        self.rooms = [max(least, min(most, self.model.context)) for least, most in ends]  # in the draft's tokens
+        self.rows = Rows(self.held, max(self.rooms) - max(map(len, self.held)), [self.model], batch=rows.batch)
         self.guessed: dict[int, list[int]] = {}  # {text: guesses that the cache holds after `held`}
 
     def read_prompts(self, rows: Rows) -> None:
@@ -222,7 +222,7 @@ class OtherTokenizerDrafter(Drafter):
         """At most `gammas[i]` guesses for row i, in the target's tokens."""
         if max(gammas) == 0:
             return no_guesses(rows, self.translation.vocabulary)
-        tokens, positions, going = self.unread(rows, max(gammas))
+        tokens, positions, going = self.unread(rows, gammas)
         seen = rows.seen(self.translation.vocabulary, sampling)
         if seen is not None:  # The tokens that the target has seen, of those that the draft can guess.
             shared = seen.to(self.model.device)[:, self.targets]
@@ -236,20 +236,26 @@ class OtherTokenizerDrafter(Drafter):
         q.index_copy_(-1, self.targets, draft_q.index_select(-1, self.drafts)).masked_fill_(~going[:, None, None], 0)
         return Guesses(self.to_target[drafts].to(rows.device), q.to(rows.device))
 
-    def unread(self, rows: Rows, gamma: int) -> tuple[Tensor, Tensor, Tensor]:
+    def unread(self, rows: Rows, gammas: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """The last tokens of each row, `[B, w]`: READ, or as many as some row has not read. The positions of these and
-        of all guesses but the last, `[B, w + gamma - 1]`. And which rows guess at all, bool `[B]`."""
+        of all guesses but the last, `[B, w + max(gammas) - 1]`. And which rows guess at all, bool `[B]`.
+
+        Whether a row guesses does not depend on its neighbours. Where these have more guesses, what it draws beyond its
+        own is read at the last slot, which no text fills.
+        """
+        last = self.rows.capacity - 1
         fits: list[bool] = []
         unread: list[int] = []
-        for number, tokens, ended in zip(rows.numbers, rows.texts, rows.ended):
-            known = self.held[number] + self.guessed.get(number, [])
+        for number, tokens, ended, gamma in zip(rows.numbers, rows.texts, rows.ended, gammas):
+            known = (self.held[number] + self.guessed.get(number, []))[:last]
             text = [] if ended else self.texts[number].row(tokens)
-            fits.append(len(text) + gamma <= self.rows.capacity and not ended)
+            fits.append(len(text) + max(1, gamma) <= self.rooms[number] and not ended)
             self.held[number] = text = text if fits[-1] else known[:1]
             unread.append(len(text) - min(len(commonprefix([text, known])), len(text) - 1))
         width = max(READ, *unread)
         texts = [self.held[number] for number in rows.numbers]
-        positions = [[max(0, place) for place in range(len(text) - width, len(text) + gamma - 1)] for text in texts]
+        spans = [range(len(text) - width, len(text) + max(gammas) - 1) for text in texts]
+        positions = [[min(max(0, place), last) for place in span] for span in spans]
         block = [[text[place] for place in places[:width]] for text, places in zip(texts, positions)]
         device = self.model.device
         return upload(block, device), upload(positions, device), upload(fits, device)

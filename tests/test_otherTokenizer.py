@@ -153,6 +153,34 @@ def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_pro
         specSampling([prompts[2]], target, OtherTokenizerDrafter(draft, translation), 60, 4, GREEDY)
 
 
+class ByText(Fixed):
+    """A number of guesses for each text."""
+
+    def __init__(self, *lengths):
+        super().__init__(max(lengths))
+        self.lengths = lengths
+
+    def gammas(self):
+        return [self.lengths[text] for text in self.rows.numbers]
+
+
+@pytest.mark.parametrize("context", [86, 256])
+def test_a_text_near_the_end_of_the_drafts_room_does_not_depend_on_its_neighbours(kinds, context, monkeypatch):
+    """Also if these have more guesses, or longer prompts."""
+    monkeypatch.setattr(otherTokenizer, "GROWTH", 1)
+    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[2:], context=context)
+
+    def written(texts):
+        generators = [torch.Generator().manual_seed(text) for text in texts]
+        drafter, rule = Checked(draft, translation), ByText(*((1, 6)[text] for text in texts))
+        some = [prompts[text] for text in texts]
+        tokens, records = specSampling(some, target, drafter, 34, rule, FREE, generator=generators)
+        return [(row, record.drafted) for row, record in zip(tokens, records)]
+
+    alone = [*written([0]), *written([1])]
+    assert written([0, 1]) == alone and all(0 in drafted[1:-1] for _, drafted in alone)
+
+
 # The distribution of whole texts, exactly, with four tokens on each side, of which both have three.
 
 
