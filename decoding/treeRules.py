@@ -160,6 +160,7 @@ def synthetic_tree(alpha: float, rule: TreeRule = traversal_rule) -> TreeRule:
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
         token = rule(p, q, drafts, u, tree)[2]
         passed = torch.stack([u[:, node] < alpha / (rank + 1) for node, rank in enumerate(tree.ranks)], 1)
+        passed &= q.gather(-1, drafts[..., None])[..., 0] > 0  # It is 0 where a row has no such node.
         return *path_of(first_passed(passed, tree), tree), token
 
     return verify

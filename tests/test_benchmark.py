@@ -349,3 +349,6 @@ def test_the_synthetic_rules_accept_at_their_rate(alpha):
     accepted, *_ = synthetic_tree(alpha)(p.clone(), q, drafts, u, Tree.of("2"))  # two siblings
     share = (accepted > 0).float().mean().item()
     assert share == pytest.approx(1 - (1 - alpha) * (1 - alpha / 2), abs=0.015)
+    q[:, 1] = 0  # A greedy draft has no second child.
+    accepted, *_ = synthetic_tree(alpha)(p, q, drafts, u, Tree.of("2"))
+    assert (accepted > 0).float().mean().item() == pytest.approx(alpha, abs=0.015)
