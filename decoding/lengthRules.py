@@ -257,7 +257,7 @@ class CostAware(LengthRule):
 
     def shape(self) -> Tree:
         if not self.chosen:
-            self.chosen, self.start = True, time.perf_counter()
+            self.chosen, self.start = True, time.perf_counter() - self.rows.in_callbacks
             self.left = {text: left for text, left in zip(self.rows.numbers, self.rows.left) if left}
             rows = 1 << (len(self.left) - 1).bit_length()
             self.search = self.search_for(rows)
@@ -289,7 +289,7 @@ class CostAware(LengthRule):
         return [self.asked.get(text, 0) for text in self.rows.numbers]
 
     def learn(self, drafted: dict[int, int], accepted: dict[int, int], sure: dict[int, bool]) -> None:
-        seconds = time.perf_counter() - self.start
+        seconds = time.perf_counter() - self.rows.in_callbacks - self.start
         (_, tree), self.chosen = self.current, False
         self.acceptance.add(tree, accepted, self.asked)
         for text, count in accepted.items() if tree.is_chain and len(accepted) > 1 else ():

@@ -143,6 +143,7 @@ class Rows:
     texts, ended: the committed tokens of the text in each row and whether it has ended, on the host.
     lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it continues, on the device.
     fresh: the rows whose prompts the models have not read yet.
+    in_callbacks: seconds that `callback` took so far.
     unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
         cascade, where other models extend the rows.
     """
@@ -166,7 +167,7 @@ class Rows:
             raise UserError(f"the models' vocabularies of {least} and {others[0]} tokens differ: cut them to one size")
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
-        self.max_len, self.callback = max_len, callback
+        self.max_len, self.callback, self.in_callbacks = max_len, callback, 0.0
         self.ends = end_of_text if callable(end_of_text) else lambda text, token: token == end_of_text
         self.models, self.target, self.device = models, models[0], models[0].device
         self.capacity, self.spare = max(map(len, self.prompts)) + max_len, spare
@@ -372,4 +373,6 @@ class Rows:
             drafted = accepted = len(tokens)
         self.records[number].add(now, len(tokens), drafted, accepted)
         if self.callback:
+            start = time.perf_counter()
             self.callback(number, tokens, accepted)
+            self.in_callbacks += time.perf_counter() - start

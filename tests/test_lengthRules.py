@@ -20,7 +20,8 @@ from specSampling import specSampling
 
 def rows(count):
     """What a rule must know of a new batch."""
-    return SimpleNamespace(prompts=[[1]] * count, numbers=list(range(count)), size=count, left=[1 << 20] * count)
+    numbers, left = list(range(count)), [1 << 20] * count
+    return SimpleNamespace(prompts=[[1]] * count, numbers=numbers, size=count, left=left, in_callbacks=0.0)
 
 
 def tell(rule, drafted, accepted, p_token=()):
@@ -140,9 +141,10 @@ def test_auto_forgets_a_busy_start():
 
 
 def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(monkeypatch):
-    """By a clock that only drafting and scoring move."""
+    """By a clock that drafting and scoring move, and what is done with the tokens, which is no part of a round."""
     clock, learnt = [0.0], []
-    monkeypatch.setattr("decoding.lengthRules.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in "lengthRules", "rows":
+        monkeypatch.setattr(f"decoding.{module}.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(Search, "learn", lambda costs, kind, seconds: learnt.append((kind.size, seconds)))
 
     def slower(seconds, work):
@@ -150,7 +152,7 @@ def test_cost_aware_times_whole_rounds_and_only_those_after_one_of_their_length(
 
     target, drafter = helpers.tiny(), ModelDrafter(helpers.tiny(seed=1))
     drafter.draft, target.forward = slower(1.0, drafter.draft), slower(10.0, target.forward)
-    specSampling(PROMPTS[:1], target, drafter, 20, CostAware(4))
+    specSampling(PROMPTS[:1], target, drafter, 20, CostAware(4), callback=slower(100.0, lambda *given: None))
     assert [size for size, _ in learnt[:3]] == [0, 1, 2] and {seconds for _, seconds in learnt} == {11.0}
 
 
