@@ -27,7 +27,7 @@ from experiments.runRecord import run_record
 from inputs.commandLine import visible
 from inputs.files import replace_file
 from inputs.texts import encode_chat
-from methods.catalogue import build, repeatable
+from methods.catalogue import build
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
 from utils import UserError
 
@@ -57,9 +57,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
     settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
     name, file, show = settings.measuring.played or "", settings.output.html, settings.output.show
     sampler = build([name], dict(models), settings.decoding)[name]
-    # A rule that depends on measured times would include the pauses.
-    pace = PACE if show and repeatable(name, settings.decoding) else 0
-    screen = Screen(tokenizer, ends=inputs.end_tokens, pace=pace)
+    screen = Screen(tokenizer, ends=inputs.end_tokens, pace=PACE if show else 0)
     screen.console.quiet = not show
     questions, max_len = settings.texts.questions, settings.sampling.max_len_of("show")
     options: dict[str, Any] = {"max_len": max_len, "sampling": settings.sampling.of("show"), "end_of_text": inputs.ends}
