@@ -22,7 +22,7 @@ def regrSampling(
 ) -> tuple[list[list[int]], list[Record]]:
     """Continue each of `prefixes` (lists of token ids, of any lengths) with `target`.
 
-    max_len: new tokens at most. end_of_text: the id that ends a text, or a function (`Rows`).
+    max_len: new tokens at most. end_of_text: the id or ids that end a text, or a function (`Rows`).
     generator: on the model's device or on the CPU; or a list with one for each text. Then a text does not depend on
         which others are decoded with it, except where the guesses follow measured times (costAware, the tree auto).
     callback: called as `callback(text, tokens, guessed)` when a text has grown; the first `guessed` tokens are accepted

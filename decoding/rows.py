@@ -7,7 +7,7 @@ prompt, while the other rows continue (continuous batching; Yu et al., Orca, OSD
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # callback(text, tokens, guessed): a text has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
-# The id that ends a text, or ends(text, token): whether it ends at its new token. Called once for each token.
-EndOfText = int | Callable[[int, int], bool] | None
+# The id that ends a text, several ids, or ends(text, token): whether it ends at its new token. Called once for each.
+EndOfText = int | Collection[int] | Callable[[int, int], bool] | None
 # For all texts, or one for each: then a text does not depend on which others are decoded with it.
 Generators: TypeAlias = Generator | Sequence[Generator] | None
 
@@ -127,7 +127,7 @@ class Rows:
     """A batch of texts: prefixes of different lengths, and the tokens generated after each.
 
     prefixes: lists of token ids (or an int tensor `[B, L]`). Every text gets at most `max_len` more tokens. It ends
-        early at `end_of_text`, which is kept as its last token. That is an id, or a function `ends(text, token)`,
+        early at `end_of_text`, which is kept as its last token. That is an id, several ids, or `ends(text, token)`,
         called for each token in order.
     models: the models that will read the rows. The first is the target, whose tokens the rows grow by. The shortest
         context among them is the limit, and they have one vocabulary.
@@ -168,7 +168,8 @@ class Rows:
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback, self.in_callbacks = max_len, callback, 0.0
-        self.ends = end_of_text if callable(end_of_text) else lambda text, token: token == end_of_text
+        ids = end_of_text if isinstance(end_of_text, Collection) else [end_of_text]
+        self.ends = end_of_text if callable(end_of_text) else lambda text, token: token in ids
         self.models, self.target, self.device = models, models[0], models[0].device
         self.capacity, self.spare = max(map(len, self.prompts)) + max_len, spare
         self.generator = generator

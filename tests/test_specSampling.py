@@ -161,7 +161,8 @@ def test_a_row_ends_at_its_own_end_of_text_or_at_max_len(pair):
     end = free[0][20]
     stopped = [row[: row.index(end) + 1] if end in row else row for row in free]
     assert regrSampling(PROMPTS, target, 40, GREEDY, end)[0] == stopped and len(stopped[0]) < 40
-    assert specSampling(PROMPTS, target, draft, 40, 4, GREEDY, end)[0] == stopped
+    for ends in end, [end, -1], {end}:  # A model's configuration may name several ids.
+        assert specSampling(PROMPTS, target, draft, 40, 4, GREEDY, ends)[0] == stopped
     for max_len in 1, 2, 3, 5, 6, 7:
         texts = specSampling(PROMPTS, target, draft, max_len, 4, GREEDY)[0]
         assert texts == [text[:max_len] for text in free]
