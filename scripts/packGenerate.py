@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from inputs.commandLine import as_command, path, script_parser
-from inputs.files import ROOT
+from inputs.files import ROOT, new_folder
 from utils import UserError
 
 
@@ -30,10 +30,10 @@ def pack(argv: Sequence[str] | None) -> None:
                 pattern = rf"^( *)from {re.escape(module)} import"
                 text = re.sub(pattern, rf"\1from .{copied.stem} import", text, flags=re.M)
         texts[file.name] = text
-    folder.mkdir(parents=True)
-    shutil.copy(source / "requirements.txt", folder)
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    with new_folder(folder) as written:
+        shutil.copy(source / "requirements.txt", written)
+        for name, text in texts.items():
+            (written / name).write_text(text, encoding="utf-8")
     print(f"Written to {folder}")
 
 

@@ -425,11 +425,19 @@ def test_a_packed_folder_is_loaded_by_its_path_and_from_the_hub(target, draft, m
     assert sum(file.startswith(str(modules)) for file in loaded) == 2  # the copies, not the project's own
 
 
-def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path, capsys):
+def test_a_model_that_comes_with_the_folder_uses_it(draft, modules, tmp_path, capsys, monkeypatch):
     tiny().save_pretrained(tmp_path / "model")
     assert packGenerate.main([str(tmp_path / "model")]) == 0
     assert packGenerate.main([str(tmp_path / "model")]) == 2  # It overwrites nothing.
     assert "exists already; name another folder" in capsys.readouterr().err
+
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packGenerate.shutil, "copy", full)
+    assert packGenerate.main([str(tmp_path / "full")]) == 2
+    assert "No space left on device. Nothing was written." in capsys.readouterr().err
+    assert not (tmp_path / "full" / "custom_generate").exists()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True)
     prompt, how = torch.tensor([ROWS[0]]), GREEDY | {"max_new_tokens": 20}
     ours = model.generate(prompt, **how, assistant_model=draft, return_dict_in_generate=True)
