@@ -20,7 +20,7 @@ from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
 from lossless.evidence import TILTS, Evidence
-from utils import Sampling, probabilities, seen_after, upload
+from utils import Sampling, not_finite, probabilities, seen_after, upload
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
 PLACES = 8  # Places in a round, or siblings, that are told apart; those beyond count with the last.
@@ -55,6 +55,14 @@ class Batch:
             return None
         none = torch.zeros(len(self.tokens), vocabulary, dtype=torch.bool, device=self.tokens.device)
         return self.before_x(cast(Tensor, seen_after(none, self.tokens)))
+
+
+def distributions(model: Any, logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
+    """`utils.probabilities` of logits of `model`. Raises UserError if these are not finite: nan is in no test."""
+    p = probabilities(logits, sampling, seen)
+    if p.isnan().any():
+        raise not_finite(model.name, model.dtype)
+    return p
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,11 @@ class TextScorer:
                 scores = batch.before_x(self.target.score(batch.tokens))
             else:
                 scores = pad_sequence(list(logits[part]), batch_first=True).float()
-            p = probabilities(scores, self.sampling, seen)
+            p = distributions(self.target, scores, self.sampling, seen)
             order = 1 / p
             if self.order is not None:
-                order = probabilities(batch.before_x(self.order.score(batch.tokens)), self.sampling, seen) / p
+                by_order = batch.before_x(self.order.score(batch.tokens))
+                order = distributions(self.order, by_order, self.sampling, seen) / p
             p_x, order_x = p.gather(-1, x), order.gather(-1, x)
             # Nothing is sorted: F(x-) is the sum of what comes before x. Among equals, smaller token ids come first.
             before = order < order_x
@@ -176,7 +185,7 @@ class TextScorer:
             batch = Batch([prompt], [text], self.target.device)
             logits = batch.before_x(self.target.score(batch.tokens))
             # Logits after the penalty, minus a constant; a gap is at most that to the least float.
-            p = probabilities(logits, penalty, batch.seen(penalty, self.target.vocabulary))[0]
+            p = distributions(self.target, logits, penalty, batch.seen(penalty, self.target.vocabulary))[0]
             scores = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             gap = scores.amax(-1) - scores.gather(-1, batch.x[0])[:, 0]
             results.append((gap, self.rounding(logits)[0, :, 0], scores.argmax(-1) == batch.x[0, :, 0]))

@@ -17,7 +17,7 @@ from lossless.audit import Auditor, alike, others, power_of, variation_of
 from lossless.evidence import RETOKENISED, TILTS, Evidence, limit_of, seen_by
 from lossless.scorer import TextScorer
 from regrSampling import regrSampling
-from utils import GREEDY, Sampling, probabilities
+from utils import GREEDY, Sampling, UserError, probabilities
 
 UNIT = 2.0**-24  # the unit roundoff of float32, in which all texts here are written
 COLD, NUCLEUS = Sampling(0.6, 0, 1.0), Sampling(1.0, 0, 0.8)
@@ -120,6 +120,20 @@ def test_greedy_text_is_judged_token_by_token(target):
     texts[2][5] = (texts[2][5] + 1) % 61
     found = judge.greedy(PROMPTS, texts, GREEDY)
     assert found["beyond"] >= 1 and found["places"][0] == {"line": 3, "position": 6, "token": texts[2][5]}
+
+
+@pytest.mark.parametrize("order", [False, True])
+def test_logits_that_are_not_finite_are_an_error_and_no_text_that_passes(target, order):
+    """Those of the target, or of the draft that orders the vocabulary."""
+    broken = helpers.tiny(seed=1)
+    next(broken.model.parameters()).data.fill_(float("inf"))
+    models = (target, broken) if order else (broken, None)
+    judge, texts = Auditor(*models, UNIT), (PROMPTS, [[3, 4, 5]] * len(PROMPTS))
+    with pytest.raises(UserError, match="not finite"):
+        judge.drawn(*texts, NUCLEUS)
+    if not order:
+        with pytest.raises(UserError, match="not finite"):
+            judge.greedy(*texts, GREEDY)
 
 
 def test_a_share_of_processes_gives_the_same_figures(target):
