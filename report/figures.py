@@ -81,8 +81,11 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     """Draw tokens per second by method of --compare as bars, the fastest first. Hatched: a test tells the text from the
     target's."""
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
-    speed = [line for line in speed if line["promptLen"] == speed[0]["promptLen"]]
-    rows = sorted(summarize(speed), key=lambda row: row["throughput"].middle)
+    lengths = list(dict.fromkeys(line["promptLen"] for line in speed))
+    speed = [line for line in speed if line["promptLen"] == lengths[0]]
+    queues = [line for line in of_kind(lines, schema.QueueLine) if line["promptLen"] == lengths[0]]
+    queues = [line for line in queues if line["mode"] == "compare"]
+    rows = sorted(summarize(speed, queues=queues), key=lambda row: row["throughput"].middle)
     engines = {line["method"]: line for line in of_kind(lines, schema.EngineLine)}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)))
     longest = max(np.nanmax(row["throughput"]) for row in rows)
@@ -101,7 +104,9 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     axes.set(xlim=(0, 1.22 * longest), ylim=(-0.6, len(rows) - 0.4))
     others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
     others += ", hatched where a test tells the text from the target's" if engines else ""
-    axes.set_title(f"medians, {bars_of(row['throughput'] for row in rows)}{others}")
+    what = f"queues of {queues[0]['batch']} texts at a time, " if queues else ""
+    what += f"prompts of {lengths[0]} tokens, " if len(lengths) > 1 else ""
+    axes.set_title(f"{what}medians, {bars_of(row['throughput'] for row in rows)}{others}")
     return figure
 
 
@@ -234,7 +239,8 @@ def draw_lossless(lines: Sequence[Line]) -> Figure:
         axes.set_yticks(np.arange(len(z)) + 0.5, list(histograms), fontsize=8)
         axes.tick_params(axis="y", length=0)
         axes.set_title(title, fontsize=10)
-    axes.set_xlabel("u (right: tokens to which the draft gives more probability than the target)")
+    of_model = "tokens to which the model that guesses gives more probability than the target"
+    axes.set_xlabel(f"u (right: {of_model}; without one, improbable tokens)")
     bar = figure.colorbar(image, ax=panels, extend="both", aspect=35, pad=0.01)
     bar.set_label("z of the bin's count: 0 if it is as the target's distribution says")
     return figure

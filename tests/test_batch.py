@@ -23,6 +23,7 @@ from methods.catalogue import build
 from methods.drafters import ModelDrafter
 from methods.samplers import Decoding
 from regrSampling import regrSampling
+from report import figures
 from specSampling import specSampling
 from utils import GREEDY, Sampling
 
@@ -149,6 +150,12 @@ def test_throughput_and_speed_up_are_of_queues_and_the_rest_of_texts():
     assert (fast["throughput"], fast["speedup"]) == ((60, 30, 90), (2.5, 2, 3)) and target["throughput"][0] == 27.5
     assert fast["ttft"][0] == 0.5 and fast["runs"] == 2
     assert summarize(texts, queues=queues[:2])[1]["speedup"][0] != 9  # Other repeats are no pair.
+    common = {"mode": "compare", "promptLen": 8}
+    other = [text | {"kind": "speed", "mode": "compare", "promptLen": 9} for text in texts]
+    lines = [x | {"kind": kind} | common for kind, of in (("speed", texts), ("queue", queues)) for x in of]
+    (axes,) = figures.draw_speed([*lines, *other]).axes
+    assert [bar.get_width() for bar in axes.patches] == [row["throughput"].middle for row in (target, fast)]
+    assert "queues of 2 texts at a time, prompts of 8 tokens" in axes.get_title(loc="left")
 
 
 @pytest.mark.parametrize("method", ["target", "fixed"])
