@@ -18,7 +18,7 @@ from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_of, number, path, switch, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, Role
+from methods.catalogue import METHODS, QUICK, Role
 from methods.programs.registry import PROGRAMS
 from methods.samplers import Decoding
 from utils import Sampling, UserError
@@ -81,8 +81,9 @@ class Measuring:
     lossless: str | None = flag(text, None, "METHODS", nargs="?", const="speculative", first=True)
     """Test whether the text of a method is distributed as the target's own. Give all, or a comma-separated list of:
     {lossless}. all stands for every one of them whose models are available, except target, which is what they are
-    compared with, and the two without a KV cache, which are slow. Without a value: speculative. Cannot be combined with
-    other modes. The exit code is 0 if no test finds a difference and 1 otherwise."""
+    compared with, and the two without a KV cache, which are slow. quick in the list leaves out the planted mistakes,
+    which take most of the time of a small run. Without a value: speculative. Cannot be combined with other modes. The
+    exit code is 0 if no test finds a difference and 1 otherwise."""
     audit: Path | None = flag(path, None, "FILE")
     """Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. Each line
     is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. --draft, if
@@ -125,6 +126,11 @@ class Measuring:
     def modes(self) -> list[str]:
         """All modes that generate text."""
         return [*self.groups, *(["show"] if self.played else [])]
+
+    @property
+    def plants(self) -> bool:
+        """Whether --lossless tests planted mistakes too."""
+        return QUICK not in map(str.strip, (self.lossless or "").split(","))
 
     def repeats_of(self, mode: str) -> int:
         """How often each prompt is continued in `mode`."""

@@ -165,10 +165,11 @@ class Trial:
             if missing > 0:
                 evidence += self.write(*parts, len(evidence.u), missing)
             names = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in}
-            return {**figures, **self.shown_counts(evidence), **names, "seen_by": tests}
+            ordered = {"order": order if parts[2].order is not None else "p"}
+            return {**figures, **self.shown_counts(evidence), **names, **ordered, "seen_by": tests}
 
         for line in followed(self.mapped(find, planted), "planted mistakes", len(planted)):
-            self.append(cast(Line, {"kind": "lossless", "test": "mistake", "order": order, **self.conditions, **line}))
+            self.append(cast(Line, {"kind": "lossless", "test": "mistake", **self.conditions, **line}))
 
     def compare_greedy(self) -> None:
         """Compare greedy texts of each method with those of plain decoding, in the dtype of the models."""
@@ -196,16 +197,17 @@ class Trial:
 def run_trials(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     """Test the methods in float32 with `models`, and then in a second dtype, with models that are loaded when these are
     released. There texts are drawn too if --dtype names it; else only greedy texts are compared. Planted mistakes are
-    tested in float32."""
+    tested in float32, or not at all if --lossless has the word `quick`."""
     settings = inputs.settings
     named, drawn = settings.models.dtype, bool(settings.sampling.of("lossless").temperature)
     trial = Trial(inputs, models, "float32", append)
     if drawn:
         trial.test_methods()
-        # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
-        eager = inputs.load("float32") if settings.models.compile else models
-        Trial(inputs, eager, "float32", append).find_mistakes()
-        eager = {}
+        if settings.measuring.plants:
+            # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
+            eager = inputs.load("float32") if settings.models.compile else models
+            Trial(inputs, eager, "float32", append).find_mistakes()
+            eager = {}
     trial.compare_greedy()
     del trial
     models.clear()

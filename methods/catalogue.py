@@ -84,6 +84,7 @@ class Method:
 
 
 SPEED = "speed", "speedNew", "speedMulti"
+QUICK = "quick"  # among the methods of --lossless: no mistakes are planted
 baseline = partial(Method, guesses=False)
 alone = partial(baseline, lossless=False, in_all=())
 tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
@@ -183,20 +184,22 @@ def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]
     lossless ones.
 
     "all" stands for the methods that the models of `roles` allow, the name of another program for all of its methods
-    that they allow. Raises UserError for an unknown name, and for a method that lacks a model.
+    that they allow. QUICK in the list of --lossless is no method; alone it leaves "speculative". Raises UserError for an unknown name, and for a method that lacks a model.
     """
     known = [method for method in METHODS.values() if flag == "compare" or method.lossless]
     chosen = ["target"] if flag == "compare" else []
     for name in (name.strip() for name in names.split(",")):
+        if (name, flag) == (QUICK, "lossless"):
+            continue
         group = [m for m in known if (flag in m.in_all if name == "all" else m.engine == name != "")]
         if not group and METHODS.get(name) not in known:
             unknown = f"unknown method {name!r}" if flag == "compare" else f"{name!r} is no lossless method"
-            shown = dict.fromkeys(method.engine or method.name for method in known)
-            raise UserError(f"{unknown}; known are: all, {', '.join(shown)}")
+            shown = ["all", *[QUICK] * (flag == "lossless"), *dict.fromkeys(m.engine or m.name for m in known)]
+            raise UserError(f"{unknown}; known are: {', '.join(shown)}")
         if not group:
             check_roles([name], roles)
         chosen += [m.name for m in group if set(m.needs) <= set(roles)] if group else [name]
-    return list(dict.fromkeys(chosen))
+    return list(dict.fromkeys(chosen)) or ["speculative"]
 
 
 def check_roles(names: Iterable[str], roles: Iterable[str]) -> None:

@@ -73,10 +73,7 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
         if tests := seen_by(line, line["limit"]):
             reasons = " and ".join(TESTS[test] for test in tests)
             said = f"{name_of(line['method'])} fails in {line['dtype']} by {reasons}"
-            if "guesses" in tests:
-                hits, expected = f"{line['guesses']['hits']:,}", f"{line['guesses']['expected']:,.1f}"
-                said += f" ({hits} tokens are the guess, and {expected} were expected)"
-            failures.append(said)
+            failures.append(f"{said} ({hits_of(line)})" if "guesses" in tests else said)
     for text in greedy:
         if text["beyond"]:
             writes = f"{name_of(text['method'])} writes {text['beyond']:,} greedy tokens in {text['dtype']}"
@@ -93,6 +90,9 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
             f"{min(line['tokens'] for line in sampled):,} drawn tokens of {methods} were tested in {dtypes} (the least "
             f"of {len(p)} p-values is {min(p):.2g}; less than {sampled[0]['limit']:.1e} would be a difference)"
         )
+        guessed = [f"{hits_of(line)} (in {line['dtype']})" for line in sampled if "guesses" in line]
+        tested += [", and ".join(guessed)] if guessed and len(names) == 1 else []
+        tested += [] if of_kind(lines, PowerLine) else ["no mistake was planted: what the tests would see is not known"]
     if power := of_kind(lines, PowerLine):
         missed = [" in ".join(filter(None, (m["mistake"], m.get("method")))) for m in power if not m["seen_by"]]
         most = f"{max(line['tokens'] for line in power):,} tokens"
@@ -113,6 +113,11 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
         else:
             tested.append(f"greedy text in {dtype} is the target's, up to rounding")
     return True, f"No difference found: {'; '.join(tested)}."
+
+
+def hits_of(line: LosslessLine) -> str:
+    """How many guesses of a method, asked once more along its texts, are the text's token, and how many `p` expects."""
+    return f"{line['guesses']['hits']:,} tokens are the guess, and {line['guesses']['expected']:,.1f} were expected"
 
 
 def exit_code(lines: Sequence[Line]) -> int:
@@ -212,6 +217,10 @@ def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:
         batch = f"batch {drawn[0]['batch']}, " if "batch" in drawn[0] else ""
         conditions = f"temperature {drawn[0]['temperature']}, top_p {drawn[0]['top_p']}, {batch}{dtype}"
         yield table_of(f"Drawn texts: {conditions}", SAMPLED_COLUMNS, drawn)
+        guessed = [(name_of(line["method"]), line["guesses"]) for line in drawn if "guesses" in line]
+        if len(guessed) > 1:  # The verdict has those of one method.
+            hits = ", ".join(f"{name} {of['hits']:,} ({of['expected']:,.1f})" for name, of in guessed)
+            yield Text(f"Tokens that are the method's guess, asked once more (in brackets the expected number): {hits}.")
     if sampled:
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:

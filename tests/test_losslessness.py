@@ -186,6 +186,9 @@ def greedy(**fields):
     return line("greedy", **{"texts": 4, "differing": 0, "beyond": 0} | fields)
 
 
+GUESSED = {"hits": 1234, "expected": 1230.46}
+
+
 def power(seen=("surprise",), tokens=400):
     return line("mistake", mistake="stale slot", tokens=tokens, seen_by=list(seen))
 
@@ -203,7 +206,8 @@ def power(seen=("surprise",), tokens=400):
                 "greedy text in float32 equals plain decoding's token for token.",
             ],
         ),
-        ([sampled()], True, ["tokens of block were tested in float32 ("]),
+        ([sampled()], True, ["tokens of block were tested in float32 (", "; no mistake was planted: "]),
+        ([sampled(guesses=GUESSED), power()], True, [("; 1,234 tokens are the guess, and 1,230.5 were expected (in ")]),
         ([greedy(dtype="bfloat16", differing=3)], True, ["3 of 4 greedy texts (75 %) differ", "near-tie"]),
         ([sampled(), power((), 1000)], True, ["stale slot in block would not be seen with 1,000 tokens"]),
         (
@@ -262,6 +266,23 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(outcome, kernels, tmp_
     assert (tmp_path / figure).stat().st_size > 10_000 and figure in text
     for words in ("Drawn texts: temperature 0.85", "Greedy texts", "Planted mistakes", "replace from p", "near-ties"):
         assert words in text
+
+
+def test_a_quick_run_plants_no_mistakes(outcome):
+    lines, text = outcome("lookup,quick,fixed --tokens 12 --maxLen 6")
+    names, hits = zip(*((m["method"], m["guesses"]) for m in lines if m.get("test") == "drawn"))
+    assert names == ("lookup", "fixed") and not [m for m in lines if m.get("test") == "mistake"]
+    said = ", ".join(f"{name} {of['hits']} ({of['expected']:.1f})" for name, of in zip(names, hits))
+    assert f"(in brackets the expected number): {said}." in text and "no mistake was planted" in text
+    assert choose("quick", set(), "lossless") == ["speculative"]
+
+
+def test_planted_mistakes_name_the_order_of_their_vocabulary(outcome, flags, monkeypatch):
+    """Without a draft model it is by p."""
+    few_mistakes(monkeypatch)
+    for base, order in (flags, "draft"), ([*flags, "--draft", "lookup"], "p"):
+        lines, _ = outcome("lookup --tokens 12 --maxLen 6", base=base)
+        assert [m["order"] for m in lines if m.get("test") == "mistake"][-1] == order
 
 
 def test_a_wrong_sampler_fails_the_run_in_each_dtype(outcome, monkeypatch):
