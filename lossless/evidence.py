@@ -94,8 +94,8 @@ class Evidence:
         counts = np.histogram(self.u[possible], BINS, (0, 1))[0]
         total, variance = (self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum()
         p = {
-            # The statistic of few numbers has a longer tail than chi-square: p-values below 1e-5 come 1.8 times as often
-            # as they should with 5 or 8 numbers a bin, and 1.2 times with 20.
+            # The statistic of few numbers has a longer tail than chi-square: p-values below 1e-5 come 1.8 times as
+            # often as they should with 5 or 8 numbers a bin, and 1.2 times with 20.
             "chi_square": chisquare(counts).pvalue if counts.mean() >= 20 else 1.0,
             "kolmogorov_smirnov": kstest(self.u[possible], "uniform").pvalue if possible.any() else 1.0,
             "surprise": surprise_p_value(total, variance, self.log_mgf[possible].sum(0)),

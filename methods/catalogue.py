@@ -184,7 +184,8 @@ def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]
     lossless ones.
 
     "all" stands for the methods that the models of `roles` allow, the name of another program for all of its methods
-    that they allow. QUICK in the list of --lossless is no method; alone it leaves "speculative". Raises UserError for an unknown name, and for a method that lacks a model.
+    that they allow. QUICK in the list of --lossless is no method; alone it leaves "speculative". Raises UserError for
+    an unknown name, and for a method that lacks a model.
     """
     known = [method for method in METHODS.values() if flag == "compare" or method.lossless]
     chosen = ["target"] if flag == "compare" else []

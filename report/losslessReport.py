@@ -220,7 +220,7 @@ def lossless_report(lines: Sequence[Line]) -> Iterator[RenderableType]:
         guessed = [(name_of(line["method"]), line["guesses"]) for line in drawn if "guesses" in line]
         if len(guessed) > 1:  # The verdict has those of one method.
             hits = ", ".join(f"{name} {of['hits']:,} ({of['expected']:,.1f})" for name, of in guessed)
-            yield Text(f"Tokens that are the method's guess, asked once more (in brackets the expected number): {hits}.")
+            yield Text(f"Tokens that are the method's guess, asked once more (in brackets: expected): {hits}.")
     if sampled:
         yield Text(SAMPLED_NOTES.format(limit=sampled[0]["limit"]))
     if greedy:

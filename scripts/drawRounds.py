@@ -18,7 +18,7 @@ from experiments.prepare import load_inputs
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from experiments.speed import quiet
-from inputs.commandLine import as_command, visible
+from inputs.commandLine import as_command, script_parser, visible
 from inputs.files import ROOT, replace_file
 from methods.catalogue import build
 from playback.trace import Trace, decoded_rounds
@@ -91,6 +91,7 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
 
 def decode_rounds() -> None:
     """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
+    script_parser("python -m scripts.drawRounds", __doc__).parse_args()  # There is only --help.
     inputs = load_inputs(parse([*FLAGS.split(), "--prompt", PROMPT]))
     models = inputs.load_first()
     samplers = build(["target", "fixed"], dict(models), inputs.settings.decoding)

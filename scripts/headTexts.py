@@ -247,7 +247,8 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
                 begin, temporary = time.monotonic(), file.with_name(f".{file.name}")
                 part = read_states(writer.write(len(parts), TEXTS if parts else HELD_OUT), target, output)
                 part["seconds"] = torch.tensor(time.monotonic() - begin)
-                save_file(part, temporary, metadata)
+                with library_errors(f"{file} cannot be written", "free some space; the same command goes on"):
+                    save_file(part, temporary, metadata)
                 os.replace(temporary, file)
                 print(f"{file.name}: {len(part['tokens']):,} tokens in {part['seconds']:.0f} s", file=sys.stderr)
             with library_errors(f"{file} cannot be read", "remove it, and it is written again"):

@@ -141,7 +141,8 @@ class Trainer:
             state |= {"weights": {name: p.detach() for name, p in self.weights.items()}}
             state |= {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
             temporary = self.checkpoint.with_name(f".{self.checkpoint.name}")
-            torch.save(state, temporary)
+            with library_errors(f"{self.checkpoint} cannot be written", "free some space; the same command goes on"):
+                torch.save(state, temporary)
             os.replace(temporary, self.checkpoint)
 
 

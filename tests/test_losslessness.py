@@ -273,7 +273,7 @@ def test_a_quick_run_plants_no_mistakes(outcome):
     names, hits = zip(*((m["method"], m["guesses"]) for m in lines if m.get("test") == "drawn"))
     assert names == ("lookup", "fixed") and not [m for m in lines if m.get("test") == "mistake"]
     said = ", ".join(f"{name} {of['hits']} ({of['expected']:.1f})" for name, of in zip(names, hits))
-    assert f"(in brackets the expected number): {said}." in text and "no mistake was planted" in text
+    assert f"(in brackets: expected): {said}." in text and "no mistake was planted" in text
     assert choose("quick", set(), "lossless") == ["speculative"]
 
 

@@ -137,6 +137,13 @@ def test_the_moving_picture_shows_any_text(tmp_path, text):
     assert (tmp_path / "rounds.gif").read_bytes().startswith(b"GIF89a")
 
 
+def test_help_of_the_moving_picture_decodes_nothing(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["drawRounds", "--help"])
+    monkeypatch.setattr(drawRounds, "load_inputs", None)
+    with pytest.raises(SystemExit):
+        drawRounds.decode_rounds()
+
+
 def test_the_text_of_the_moving_picture_is_whole_and_keeps_to_its_columns():
     """Rejected guesses are shown in the last round, until the text ends."""
     rounds = [[[], [], [" he"]], [[" looked"], [" up"], [" at", "\nthe"]], [[" door"], [" of", " x"], ["."]]]

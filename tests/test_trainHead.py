@@ -323,6 +323,18 @@ def test_what_is_wrong_is_one_line(pair_folder, text_file, tmp_path, capsys, mon
     assert said.startswith("trainHead: error:") and words in said
 
 
+@pytest.mark.parametrize("module, name", [("scripts.headTexts", "save_file"), ("torch", "save")])
+def test_a_disk_that_fills_up_is_one_line(pair_folder, tmp_path, capsys, monkeypatch, small, module, name):
+    """safetensors and torch have errors of their own for it."""
+
+    def full(*args):
+        raise RuntimeError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(f"{module}.{name}", full)
+    assert trainHead.main(command(pair_folder / "target", tmp_path / "head", "--steps", 1)) == 2
+    assert "cannot be written" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_target_that_scales_its_logits_is_refused(model_folder, monkeypatch):
     target = load_model(model_folder, load_tokenizer(model_folder), "float32", "cpu")
     score = target.score
