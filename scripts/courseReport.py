@@ -21,7 +21,7 @@ from pathlib import Path
 import downloadData
 import downloadModel
 from experiments.intervals import FEW, summarize
-from experiments.schema import Run, SpeedLine, TextPerplexityLine, TimedText, of_kind
+from experiments.schema import Run, RunLine, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
 from inputs.commandLine import as_command, path, script_parser, text, whole
 from inputs.devices import pick_device
@@ -160,8 +160,11 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
         pieces.append(f"**Not one experiment: the runs differ in {', '.join(differ)}.** Measure into another folder.")
     timed = {title: of_kind(run[1], SpeedLine) for title, run in runs if run}
     eager, compiled = timed.get(SPEED, []), timed.get(COMPILED, [])
-    columns = {"here, no KV cache, eager": (eager, NO_CACHE), "here, KV cache, eager": (eager, CACHED)}
-    columns["here, KV cache, compiled"] = compiled, CACHED
+    ran = {title: engine_of(run[0]) for title, run in runs if run}
+    first, second = ran.get(SPEED, "eager"), ran.get(COMPILED, "compiled")
+    columns = {f"here, no KV cache, {first}": (eager, NO_CACHE), f"here, KV cache, {first}": (eager, CACHED)}
+    third = second if second == "compiled" else f"--compile, but {second}"
+    columns[f"here, KV cache, {third}"] = compiled, CACHED
     pieces += ["## Beside the report's figures", f"**Speed**\n\n{markdown(speeds_beside(columns))}"]
     if texts := [line for _, lines in measured for line in of_kind(lines, TextPerplexityLine)]:
         pieces.append(f"**Perplexity per text**\n\n{markdown(sources.text_table(texts, True))}")
@@ -179,6 +182,12 @@ def page(runs: Sequence[tuple[str, Run | None]]) -> str:
             elif words := str(piece):
                 pieces.append(re.sub(r"^Figure: (.*)", r"![\1](\1)", words))
     return "\n\n".join(pieces) + "\n"
+
+
+def engine_of(run: RunLine) -> str:
+    """How a run's models ran, whatever the flags asked for."""
+    kinds = {model.get("compiled", False) for model in run["models"].values()}
+    return "compiled" if kinds == {True} else "compiled in part" if True in kinds else "eager"
 
 
 def speeds_beside(columns: Mapping[str, tuple[Sequence[TimedText], Mapping[str, str]]]) -> Table:

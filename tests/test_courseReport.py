@@ -161,6 +161,24 @@ def test_speeds_stand_beside_the_reports_and_a_missing_row_is_empty():
     assert by_name["draft: tokens/s"] == ["111.4168", "113.9199", "", ""]
 
 
+def test_a_column_says_how_its_models_ran_whatever_was_asked_for():
+    def step(title, *compiled):
+        models = {str(n): {"name": "m", "version": "v", "parameters": 1, "compiled": c} for n, c in enumerate(compiled)}
+        about = {"kind": "speed", "mode": "compare", "promptLen": 8, "dtype": "float32", "temperature": 0.85}
+        about |= {"prompt_tokens": 8}
+        lines = [timed(name, 0, 0, 7.0) | about for name in ("target", "noCache")]
+        return title, ({"run": "r", "time": ""} | origin([], {"seed": 0}, "cpu", models), lines)
+
+    for eager, compiled, heads in (
+        ([False], [True], ["no KV cache, eager", "KV cache, eager", "KV cache, compiled"]),
+        ([False], [False, True], ["no KV cache, eager", "KV cache, eager", "--compile, but compiled in part"]),
+        ([True], [False], ["no KV cache, compiled", "KV cache, compiled", "KV cache, --compile, but eager"]),
+    ):
+        page = courseReport.page([step(courseReport.SPEED, *eager), step(courseReport.COMPILED, *compiled)])
+        head = tables_of(page, "Beside the report's figures")[0][0]
+        assert all(cell.endswith(words) for cell, words in zip(head[3:], heads, strict=True)), head
+
+
 def test_the_default_models_and_settings_are_those_of_the_reports_code(monkeypatch):
     words = "--out", str(ROOT / "docs"), "--flags", "--device cpu"
     plan = courseReport.read_plan(words)
