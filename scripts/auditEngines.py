@@ -107,6 +107,8 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
     about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
+    for cell in record["cells"]:  # The record's machine is the last one that was used.
+        cell.setdefault("processor", record["machine"]["processor"])
 
     def keep() -> None:
         replace_file(FILE, json.dumps(record | about) + "\n")
@@ -127,7 +129,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         before = [cell for cell in record["cells"] if cell.items() >= key.items()]
         if any(not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before):
             continue
-        start, cell = time.time(), key | {"failed": None, "code": code_version()}
+        start, cell = time.time(), key | {"failed": None, "code": code_version(), "processor": about["machine"]["processor"]}
         try:
             if name not in methods and METHODS[name].engine:
                 method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)
@@ -205,7 +207,9 @@ def engines_table(records: Records) -> str:
         version = done[0]["version"] if done and method.engine else ""
         table.add(title, version, *(bound(cells.get(setting)) for setting in settings), verdict)
     tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
-    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}"
+    places = dict.fromkeys(cell.get("processor", record["machine"]["processor"]) for cell in record["cells"])
+    mixed = f" Cells are of several machines: {', '.join(places)}." * (len(places) > 1)
+    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}{mixed}"
 
 
 def mistakes_table(records: Records) -> str:

@@ -40,6 +40,17 @@ def test_a_cell_that_is_done_is_not_run_again_and_a_larger_one_goes_on(audit, mo
     assert again == {(name, setting, 1) for name in ("fixed", "target") for setting in ("T 1", "greedy")}
 
 
+def test_cells_of_another_machine_keep_its_name(audit):
+    audit("fixed")
+    record = audit.record | {"machine": audit.record["machine"] | {"processor": "Z80"}}
+    for cell in record["cells"]:
+        del cell["processor"]  # as in older records
+    auditEngines.FILE.write_text(json.dumps(record))
+    audit("target")
+    page = auditEngines.engines_table({"engines": (audit.record, [])})
+    assert f"Cells are of several machines: Z80, {audit.record['machine']['processor']}." in page
+
+
 def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again(audit, monkeypatch):
     honest, prompt = LibraryMethod.text, []
 
@@ -55,7 +66,7 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     page = auditEngines.engines_table({"engines": (audit.record, [])})
     table = {row.split(" | ")[0][2:]: row for row in page.splitlines() if row.startswith("| ")}
     assert "**no**" in table["generate:plain"] and "the target's" in table["generate:plain"]
-    assert "no difference found" in table["fixed"] and "≤ " in table["fixed"]
+    assert "no difference found" in table["fixed"] and "≤ " in table["fixed"] and "several machines" not in page
     monkeypatch.setattr(LibraryMethod, "text", Mock(side_effect=PeerError("no such cache")))
     assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
