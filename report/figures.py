@@ -83,8 +83,8 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     speed = [line for line in of_kind(lines, SpeedLine) if line["mode"] == "compare"]
     lengths = list(dict.fromkeys(line["promptLen"] for line in speed))
     speed = [line for line in speed if line["promptLen"] == lengths[0]]
-    queues = [line for line in of_kind(lines, schema.QueueLine) if line["promptLen"] == lengths[0]]
-    queues = [line for line in queues if line["mode"] == "compare"]
+    shown = "compare", lengths[0]
+    queues = [line for line in of_kind(lines, schema.QueueLine) if (line["mode"], line["promptLen"]) == shown]
     rows = sorted(summarize(speed, queues=queues), key=lambda row: row["throughput"].middle)
     engines = {line["method"]: line for line in of_kind(lines, schema.EngineLine)}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)))

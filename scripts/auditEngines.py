@@ -175,8 +175,8 @@ def excluded(method: str, records: Records) -> str:
 
 def power(records: Records) -> str:
     """The least error in the order by q / p that a cell rejects with a probability of 90 %, of the cells that pass."""
-    least = [100 * cell["power"]["variation"] for cell in passing(records)]
-    return f"{min(least):.1f}–{max(least):.1f} %"
+    least = sorted(100 * cell["power"]["variation"] for cell in passing(records))
+    return f"{'–'.join(dict.fromkeys(f'{end:.1f}' for end in (least[0], least[-1])))} %"
 
 
 def lookup_hits(records: Records) -> str:
