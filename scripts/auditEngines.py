@@ -129,7 +129,8 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         before = [cell for cell in record["cells"] if cell.items() >= key.items()]
         if any(not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before):
             continue
-        start, cell = time.time(), key | {"failed": None, "code": code_version(), "processor": about["machine"]["processor"]}
+        start, place = time.time(), about["machine"]["processor"]
+        cell = key | {"failed": None, "code": code_version(), "processor": place}
         try:
             if name not in methods and METHODS[name].engine:
                 method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)
