@@ -28,7 +28,7 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 from huggingface_hub import constants
 
 from inputs import files, hub
-from inputs.commandLine import as_command, counted, one_line, script_parser, text, whole
+from inputs.commandLine import as_command, counted, did_you_mean, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, library_errors, new_folder
 from inputs.texts import ENDINGS, FOLDERS, SETS, is_saved, read, read_questions
 from utils import UserError
@@ -184,8 +184,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.source and len(args.names) != 1:
             raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
         if not args.source and (unknown := [name for name in names if name not in REPOSITORIES]):
-            known = ", ".join(REPOSITORIES)
-            raise UserError(f"{unknown[0]!r} is not one of {known}; install other texts with --from")
+            near = did_you_mean(unknown[0], REPOSITORIES)
+            raise UserError(
+                f"{unknown[0]!r} is not one of {', '.join(REPOSITORIES)}; install other texts with --from{near}"
+            )
         if args.list:
             return hub.print_folders(files.DATASETS)
         for name in dict.fromkeys(names):

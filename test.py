@@ -19,7 +19,7 @@ from experiments.prepare import load_inputs
 from experiments.processes import Processes, together
 from experiments.runRecord import changes, choose_run, compare, flags_of_run, run_record
 from experiments.schema import Append, Line, Run, RunLine
-from experiments.settings import parse
+from experiments.settings import models_used, parse
 from inputs.commandLine import as_command
 from lossless.audit import audit
 from lossless.trial import run_trials
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         inputs = load_inputs(settings, processes)
         if settings.measuring.played:
             return play(inputs, words)
+        print(end=models_used(settings, words))  # After all checks: no error follows it.
         return losslessReport.exit_code(measure_and_write(inputs, words)[1])
 
     return together(lambda work: as_command("test.py", work, *said), execute)

@@ -39,7 +39,7 @@ from experiments.processes import Processes
 from experiments.schema import Line, ModelRecord, Run, RunLine, SpeedLine, name_of_kind, of_kind
 from experiments.speed import STALLED, digest
 from inputs import files
-from inputs.commandLine import counted
+from inputs.commandLine import counted, did_you_mean
 from inputs.models import model_version
 from utils import UserError
 
@@ -208,7 +208,8 @@ def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
         name = runs[-int(name[:9])][0]["run"]
     if name not in by_name:
         newest = ", ".join(list(by_name)[-9:]) or "none"
-        raise UserError(f"there is no run {name}: {path} has {counted(len(runs), 'run')}; the newest are: {newest}")
+        held = f"{path} has {counted(len(runs), 'run')}; the newest are: {newest}"
+        raise UserError(f"there is no run {name}: {held}{did_you_mean(name, by_name)}")
     return by_name[name]
 
 

@@ -144,13 +144,21 @@ def choose_defaults(args: argparse.Namespace) -> None:
     args.draft = args.draft or (args.head and "head")
     if args.audit and not args.draft:
         args.draft = "lookup"  # No draft model is needed.
-        print(end="" if args.target else f"No target named: using {pair[0]}.\n")
     if not args.target and not args.draft:
-        more = "" if pair[0].startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia."
-        print(f"No models named: using {pair[0]} (target) and {pair[1]} (draft).{more}")
         args.mid = default_for(pair[0], "mid")
     args.target, args.draft = args.target or pair[0], args.draft or pair[1]
     args.head = args.head or default_for(args.target, "head")
+
+
+def models_used(settings: Settings, argv: Sequence[str]) -> str:
+    """The line that says which models a run with the flags `argv` uses if they name none; "" if they name any."""
+    named, models = read_flags(argv), settings.models
+    if named.target or named.draft or named.head:
+        return ""
+    if settings.measuring.audit:
+        return f"No target named: using {models.target}.\n"
+    more = "" if models.target.startswith("pythia") else " docs/pythia-on-gpu.md says how to get Pythia."
+    return f"No models named: using {models.target} (target) and {models.draft} (draft).{more}\n"
 
 
 def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, list[str]], str | None]:

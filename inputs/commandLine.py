@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import inspect
 import io
 import os
@@ -31,7 +32,18 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if flag := re.match(r"argument (--\w+): expected", message):
             message += f"; a value that begins with - is given as {flag[1]}=VALUE"
+        elif flag := re.match(r"argument (--\w+): invalid choice: '(.*?)'", message):
+            message += did_you_mean(flag[2], map(str, self._option_string_actions[flag[1]].choices or ()))
+        elif unknown := re.match(r"unrecognized arguments: ([^\s=]+)", message):
+            message += did_you_mean(unknown[1], self._option_string_actions)
         raise UserError(message)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of an error's line for a name that is not `known`: '; did you mean X?', or "" if no known one is near."""
+    spelled = {one.lower().strip("-"): one for one in known}
+    near = difflib.get_close_matches(name.lower().strip("-"), spelled, 1)
+    return f"; did you mean {spelled[near[0]]}?" if near else ""
 
 
 def script_parser(prog: str, docstring: str | None) -> Parser:

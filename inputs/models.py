@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, check_kind, context_of
 from inputs import files
-from inputs.commandLine import visible
+from inputs.commandLine import did_you_mean, visible
 from inputs.devices import available_memory
 from inputs.files import gigabytes, library_errors
 from inputs.hub import UNFINISHED, Manifest
@@ -37,6 +37,7 @@ from utils import UserError, out_of_memory
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_RUN = "code that comes with a model is never run"
 OTHER_MODEL = f"download it again, or use a causal language model that transformers knows: {NEVER_RUN}"
+NOT_MODELS = "self", "head", "lookup"  # what --draft may name instead of a model
 COMPANIONS = {
     ("pythia-2.8b", "mid"): "pythia-410m",
     ("bundled-target", "mid"): "bundled-mid",
@@ -58,9 +59,9 @@ def find_model(name: str | Path) -> Path:
         if os.path.isdir(files.MODELS / f"{name}{UNFINISHED}"):
             raise UserError(f"the download of {name} is not finished; run downloadModel.py again to finish it")
         names = sorted(path.name for path in files.MODELS.glob("*") if path.is_dir())
-        where = f"neither in {files.MODELS.name}/ nor as a path; available: {', '.join(names) or 'none'}"
-        remedy = "Download models with downloadModel.py; a hub id is owner/name"
-        raise UserError(f"there is no model {str(name)!r}, {where}. {remedy}")
+        remedy = "download one with downloadModel.py (a hub id is owner/name)"
+        where = f"neither in {files.MODELS.name}/ nor as a path; {remedy}; available: {', '.join(names) or 'none'}"
+        raise UserError(f"there is no model {str(name)!r}, {where}{did_you_mean(str(name), (*names, *NOT_MODELS))}")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
     if not os.path.isfile(folder / "config.json"):

@@ -9,6 +9,7 @@ import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 from inputs import files
+from inputs.commandLine import did_you_mean
 from inputs.files import new_folder
 from inputs.hub import check_disk
 from inputs.progress import followed
@@ -35,7 +36,8 @@ def write_random(name: str) -> str:
         return name
     shape = name.removeprefix(PREFIX)
     if shape not in SHAPES:
-        raise UserError(f"there is no shape {shape!r}; known are: {', '.join(PREFIX + known for known in SHAPES)}")
+        shapes = [PREFIX + known for known in SHAPES]
+        raise UserError(f"there is no shape {shape!r}; known are: {', '.join(shapes)}{did_you_mean(name, shapes)}")
     folder = files.MODELS / f"random-{shape}"
     if (folder / "config.json").exists():
         return folder.name

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from inputs import files
-from inputs.commandLine import one_line
-from inputs.files import library_errors, replace_file
+from inputs.commandLine import did_you_mean, one_line
+from inputs.files import file_errors, library_errors, replace_file
 from inputs.hub import MANIFEST
 from utils import UserError
 
@@ -103,13 +103,14 @@ def find_texts(name: str) -> Path:
         return path
     path = Path(os.path.abspath(os.path.expanduser(name)))
     if not os.path.exists(path):
-        raise UserError(f"unknown data set {name!r}: it is not one of {', '.join(FOLDERS)}, and no such path exists")
+        known = f"it is not one of {', '.join(FOLDERS)}, and no such path exists"
+        raise UserError(f"unknown data set {name!r}: {known}{did_you_mean(name, FOLDERS)}")
     return path
 
 
 def read(path: Path) -> str:
     """The content of a text file. Raises UserError if it is not UTF-8 text."""
-    with library_errors(f"{path} cannot be read as UTF-8 text", "convert it, or name another"):
+    with library_errors(f"{path} cannot be read as UTF-8 text", "convert it, or name another"), file_errors():
         text = path.read_text(encoding="utf-8-sig")  # Project Gutenberg's files begin with a byte order mark.
     if "\0" in text:
         raise UserError(f"{path} is a binary file; name a text file")
@@ -180,7 +181,11 @@ def read_questions(name: str) -> list[Question]:
 def find_prompts(name: str) -> Path:
     """The file of `--prompts`. Raises UserError if it does not exist."""
     if name not in SETS:
-        return Path(os.path.expanduser(name))
+        path = Path(os.path.expanduser(name))
+        if not os.path.exists(path):
+            known = f"it is not one of {', '.join(SETS)}, and no such file exists"
+            raise UserError(f"--prompts {name}: {known}{did_you_mean(name, SETS)}")
+        return path
     file = files.DATASETS / SETS[name]
     if not file.is_file():
         remedy = f"get it with downloadData.py ({name}), or use --prompts sample"

@@ -11,6 +11,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from inputs.commandLine import did_you_mean
 from methods import samplers as make
 from methods.programs.registry import PROGRAMS
 from methods.samplers import Decoding, DrafterMaker, Maker, Models, Sampler
@@ -196,7 +197,8 @@ def choose(names: str, roles: Iterable[str], flag: str = "compare") -> list[str]
         if not group and METHODS.get(name) not in known:
             unknown = f"unknown method {name!r}" if flag == "compare" else f"{name!r} is no lossless method"
             shown = ["all", *[QUICK] * (flag == "lossless"), *dict.fromkeys(m.engine or m.name for m in known)]
-            raise UserError(f"{unknown}; known are: {', '.join(shown)}")
+            near = did_you_mean(name, (*shown, *(method.name for method in known)))
+            raise UserError(f"{unknown}; known are: {', '.join(shown)}{near}")
         if not group:
             check_roles([name], roles)
         chosen += [m.name for m in group if set(m.needs) <= set(roles)] if group else [name]

@@ -20,7 +20,7 @@ from typing import Any, cast
 from experiments.intervals import too_fast
 from experiments.runRecord import code_version
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
-from inputs.commandLine import as_command, path, script_parser, text
+from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
 from report.results import Results
@@ -218,7 +218,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         records = Records(root)
         known = [*MEASURED, *records.files]
         if unknown := [name for name in args.name if name not in known]:  # before any is measured, which takes hours
-            raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {', '.join(known)}")
+            shown = ", ".join(known) + did_you_mean(unknown[0], known)
+            raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
         args.folder.mkdir(exist_ok=True)
         failed = []
         for name in args.name or filter(records.is_stale, MEASURED):

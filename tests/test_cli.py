@@ -144,11 +144,17 @@ def test_what_cannot_be_written_is_still_shown(run, tmp_path, capsys):
     assert "target alone" in one_line(capsys, "results.txt").out
 
 
-def test_without_models_named_it_says_which_are_used(run, flags, pair_folder, capsys, monkeypatch):
+def test_without_models_named_it_says_which_are_measured(run, cli, flags, pair_folder, capsys, monkeypatch):
+    """Once all flags are right, and not of a text that is played."""
     monkeypatch.setattr(settings, "default_pair", lambda: (str(pair_folder / "target"), str(pair_folder / "draft")))
     run("--speed", base=flags[4:])
     said = capsys.readouterr().out.splitlines()[0]
     assert said.startswith(f"No models named: using {pair_folder / 'target'} (target)")
+    monkeypatch.setattr(cli, "play", lambda *_: 0)
+    run("--show", base=flags[4:])
+    assert "No models named" not in capsys.readouterr().out
+    run("--speed --promptFile nowhere", base=[], code=2)
+    assert not one_line(capsys, "nowhere: No such file").out
 
 
 def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(flags, pair_folder, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 from conftest import ROOT, refused
 
 from experiments import flags
-from experiments.flags import FLAGS, parser
+from experiments.flags import FLAGS, parser, read_flags
 from experiments.settings import parse
 from inputs.commandLine import Parser, as_command
 from methods import catalogue
@@ -260,6 +260,35 @@ CLASHES = """
 @pytest.mark.parametrize("clash", CLASHES.strip().replace("\n", " | ").split(" | "))
 def test_flags_that_do_not_go_together_are_one_line(script, clash):
     script.refuses(*clash.split())
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [
+        ("--maxLn 3", "--maxLen"),
+        ("--MAXLEN=3", "--maxLen"),
+        ("speed", "--speed"),
+        ("--verification blok", "block"),
+        ("--compare fixed,lokup", "lookup"),
+        ("--compare llama.cpp:int3", "llama.cpp:int8"),
+        ("--lossless costaware", "costAware"),
+        ("--target bundled-trget --draft lookup", "bundled-target"),
+        ("--target bundled-target --draft lokup", "lookup"),
+        ("--target random:pythia-1.6b --draft lookup", "random:pythia-1.4b"),
+        ("--dataset sampel", "sample"),
+        ("--prompts specbnch", "specbench"),
+    ],
+)
+def test_a_wrong_name_names_the_nearest_known_one(cli, wrong, near, capsys):
+    assert cli.main(wrong.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith(f"; did you mean {near}?\n") and captured.err.count("\n") == 1
+    assert not captured.out  # No line about models before the error.
+
+
+def test_a_name_unlike_all_others_names_none():
+    with pytest.raises(UserError, check=lambda error: "did you mean" not in str(error)):
+        read_flags(["--zzzz"])
 
 
 def test_help_begins_with_the_ten_flags_that_most_people_need():
