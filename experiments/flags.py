@@ -32,6 +32,8 @@ ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": 
 # What a flag is for, and f(settings) -> whether a run does that.
 CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
+GENERATED = "modes that generate text", lambda run: run.measuring.modes
+CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
 TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuring.timed and not run.measuring.diversity
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
 OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)
@@ -239,13 +241,13 @@ class TextChoice:
     --lossless 64."""
     sentence_limit: int = flag(whole(1), 500, only=CORPORA)
     """Use only texts of at least this many characters."""
-    prompt: str | None = flag(text, None, "TEXT", first=True)
+    prompt: str | None = flag(text, None, "TEXT", first=True, only=CONTINUED)
     """Continue this text instead of the data set."""
-    questions: tuple[str, ...] = flag(text, (), "TEXT", name="question", action="append")
+    questions: tuple[str, ...] = flag(text, (), "TEXT", name="question", action="append", only=GENERATED)
     """Ask a chat model this question in the form of its chat template, instead of using the data set. Given several
     times, with --show or --html, it is a conversation: each question comes after the answers to those before it.
     Measurements take one question, because the later ones depend on the answers."""
-    prompt_file: Path | None = flag(path, None, "FILE")
+    prompt_file: Path | None = flag(path, None, "FILE", only=CONTINUED)
     """Continue each line of this file instead of the data set."""
     prompts: str | None = flag(text, None, "FILE", only=TIMES)
     """Continue the prompts of this file, and show the speed of each category of prompts. Each line is a JSON object

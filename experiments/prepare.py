@@ -208,7 +208,8 @@ def encode_prompts(inputs: Inputs, named: list[str], corpora: list[texts.Corpus]
         inputs.prompts = texts.choose_prompts(tokenizer, corpora, *chosen)
     batch, count = settings.measuring.batch or 1, min(map(len, inputs.prompts.values()), default=0)
     if settings.measuring.timed and count < batch:
-        more = "raise --sentences" if choice.from_corpora else "give more"
+        chosen_few = choice.from_corpora and count == choice.sentences  # The data set may have more.
+        more = "raise --sentences" if chosen_few else "give more, or a smaller --batch"
         raise UserError(f"--batch {batch} needs at least {batch} prompts, and there are {count}; {more}")
 
 

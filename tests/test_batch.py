@@ -234,7 +234,7 @@ def test_a_run_in_batches_can_be_repeated(run, runs, capsys):
     ("arguments", "word"),
     {
         "--batch 3 --speed": "--batch 3 needs at least 3 prompts, and there are 2; raise --sentences",
-        "--batch 3 --speed --prompt a": "there are 1; give more",
+        "--batch 3 --speed --prompt a": "there are 1; give more, or a smaller --batch",
     }.items(),
 )
 def test_a_batch_of_more_rows_than_prompts_is_refused(run, flags, capsys, arguments, word):

@@ -335,7 +335,8 @@ USELESS = f"""
 --speed --treeRule topDown | --speed --tree 2,1 --gamma 3 | --compare tree --treeRule=topDown
 --speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
 --speed --tokens 3 | --ppl --batch 3 | --speed --draftBits 4 | --speed --writtenIn float32
---sweep --batch 2 | --show --prompt x --batch 2 | --html page.html --prompt x --batch 2
+--ppl --prompt x | --ppl --promptFile x | --ppl --question x | --audit {__file__} --prompt x | --chat --prompt x
+--chat --promptFile x | --sweep --batch 2 | --show --prompt x --batch 2 | --html page.html --prompt x --batch 2
 """
 
 
