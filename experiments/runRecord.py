@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy
+import psutil
 import torch
 import transformers
 
@@ -122,7 +123,7 @@ def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: M
         "flags": dict(flags),
         "device": device,
         "code": code_version(),
-        "load": os.getloadavg()[0],
+        "load": psutil.getloadavg()[0],
         "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
         "models": dict(models),

@@ -219,8 +219,8 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield models.draft_vocab and measuring.ppl, f"{restricted}; leave out --ppl or --draftVocab"
     unused = models.head != default_for(models.target, "head") and "head" not in (models.draft, *measuring.names)
     yield unused, "--head is for the method head and for --draft head; add one of them or leave it out"
-    scores = "--mid head: a head reads what the target has read, and scores no guesses; name another model"
-    yield models.mid == "head", scores
+    scores = f"--mid {models.mid}: the model between scores guesses, which {models.mid} does not; name another"
+    yield models.mid in ("head", "lookup"), scores
     yield models.draft == "head" and not models.head, "--draft head needs a trained head; name its folder with --head"
     for flag, why in NO_MODEL.get(models.draft, {}).items():
         yield flags[flag], f"--draft {models.draft} {why}; leave out --{flag}"

@@ -43,7 +43,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error's line for a name that is not `known`: '; did you mean X?', or "" if no known one is near."""
     spelled = {one.lower().strip("-"): one for one in known}
     near = difflib.get_close_matches(name.lower().strip("-"), spelled, 1)
-    return f"; did you mean {spelled[near[0]]}?" if near else ""
+    return f"; did you mean {spelled[near[0]]}?" if near and spelled[near[0]] != name else ""
 
 
 def script_parser(prog: str, docstring: str | None) -> Parser:

@@ -66,7 +66,8 @@ def run(script: str, flags: str) -> int:
         if not os.environ.get(variable, "1").isdecimal():
             print(f"{name}: error: {variable} must be a whole number of seconds", file=sys.stderr)
             return 2
-    if os.getloadavg()[0] > (os.cpu_count() or 1):  # On a busy machine the threads that wait for others yield.
+    # On a busy machine the threads that wait for others yield. Windows does not say how busy it is.
+    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         if code := answered(name, flags):

@@ -240,6 +240,7 @@ CLASHES = """
 --steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
 --show --speed | --show --ppl | --show --sweep | --html x.html --compare all
 --show --diversity | --show --speedMulti | --show --speedNew --contrastive
+--mid lookup --speedMulti
 --lossless --speed | --lossless --show | --lossless --compare all
 --audit x --lossless | --audit x --speed | --audit x --tokens 5 | --writtenIn float32 | --writtenIn float32 --lossless
 --tokens 100 --speed | --prompt a --question b

@@ -58,7 +58,7 @@ def test_a_head_is_the_draft_if_no_other_is_named(run, flags, head_folder):
         ("--head DRAFT --compare head", "is a model, not a trained head"),
         ("--head nowhere --compare head", "there is no model 'nowhere'"),
         ("--head HEAD --draft DRAFT --speed", "--head is for the method head and for --draft head"),
-        ("--head HEAD --draft head --mid head --speed", "--mid head: a head reads"),
+        ("--head HEAD --draft head --mid head --speed", "--mid head: the model between"),
         ("--head HEAD --draft head --speed --draftDevice cpu", "leave out --draftDevice"),
         ("--head HEAD --draft head --ppl", "--draft head has no perplexity"),
     ],

@@ -38,6 +38,12 @@ def test_version_and_help_need_no_library():
     assert "decoding.verification" in shown.stderr and "torch._C" not in shown.stderr  # The stand-ins have no parts.
 
 
+def test_it_starts_where_the_system_does_not_say_how_busy_it_is():
+    start = "starting.run('test.py', 'experiments.flags.read_flags')"
+    done = run("-c", f"import os; from inputs import starting; del os.getloadavg; {start}", "--version")
+    assert done.stdout == f"{VERSION}\n", done.stderr
+
+
 def test_no_module_with_stand_ins_is_left():
     """`from inputs import hub` takes the attribute of the package, if there is one."""
     answer = "starting.answered('downloadData.py', 'downloadData.data_flags')"
