@@ -18,7 +18,7 @@ from engine.quantised import BITS
 from inputs.commandLine import VERSION, Parser, add_flags, choice, flag, flags_of, number, path, switch, text, whole
 from inputs.files import ROOT
 from inputs.models import DTYPES
-from methods.catalogue import METHODS, QUICK, Role
+from methods.catalogue import METHODS, QUICK, Role, choose
 from methods.programs.registry import PROGRAMS
 from methods.samplers import Decoding
 from utils import Sampling, UserError
@@ -325,6 +325,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     Sampling().but(args.draftTemperature, args.draftTop_p)
     for temperature in args.temperature or [1.0]:
         Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
+    for mode in "compare", "lossless":
+        choose(getattr(args, mode) or "all", set(Role), mode)  # Which models there are is not known yet.
     for wrong, message in wrong_values(args):
         if wrong:
             raise UserError(message)

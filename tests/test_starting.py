@@ -20,7 +20,8 @@ def run(*argv):
     [
         (("test.py", "--gama", "3"), "unrecognized arguments: --gama 3"),
         (("test.py", "--verification", "x"), "argument --verification: invalid choice: 'x' (choose from "),
-        (("downloadModel.py", "--lst"), "unrecognized arguments: --lst"),
+        (("test.py", "--compare", "fixed,blok"), "unknown method 'blok'; known are: all, draft"),
+        (("downloadModel.py", "--lst"), "unrecognized arguments: --lst; did you mean --list?"),
         (("downloadData.py", "--books", "0"), "argument --books: must be a whole number"),
     ],
 )
