@@ -160,7 +160,7 @@ def read_splits(source: Path, folder: Path) -> Any:
             continue
         split = "train" if "train" in name else "validation" if "valid" in name else "test"
         splits.setdefault(split, []).extend(texts)
-    if not any(splits.values()):
+    if not any(str(text or "").strip() for texts in splits.values() for text in texts):
         raise UserError(f"--from {source} contains no text ({', '.join((*ENDINGS, *TABLES))})")
     return DatasetDict({split: Dataset.from_dict({"text": texts}) for split, texts in splits.items()})
 

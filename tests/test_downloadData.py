@@ -147,6 +147,7 @@ def test_what_cannot_be_installed_is_one_line(folder, tmp_path, text_file, capsy
     Dataset.from_dict({"text": [1, 2]}).save_to_disk(tmp_path / "numbers")
     for name, content, words in (
         ("empty", None, "contains no text"),
+        ("blank.txt", b" \n", "contains no text"),
         ("bad.txt", b"\xff\xfe\x00", "bad.txt"),
         ("bad.parquet", b"PAR1", "bad.parquet"),
         ("bad.jsonl", b"{", "bad.jsonl"),
