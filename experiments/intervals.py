@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from experiments.schema import QueueFigures, SpeedLine, TimedText
+from methods.catalogue import METHODS
 
 FEW = 4  # Fewer processes, prompts or independent values have no 95 % interval (see `interval`).
 RESAMPLES = 1000
@@ -133,14 +134,21 @@ def speedup(
     return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
 
 
+def in_order(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The methods of timed texts or queues in the order of the catalogue; after them "gamma 1", "gamma 2", ..."""
+    places = {name: place for place, name in enumerate(METHODS)}
+    names = {line["method"] for line in lines}
+    return sorted(names, key=lambda name: (places.get(name, len(places)), len(name), name))
+
+
 def summarize(
     texts: Sequence[TimedText], baseline: str = "target", queues: Sequence[QueueFigures] = ()
 ) -> list[dict[str, Any]]:
-    """One row of figures for each method, in order: medians with intervals or ranges over prompts and repeats. The
+    """One row of figures for each method (`in_order`): medians with intervals or ranges over prompts and repeats. The
     speed-up over `baseline` is the median of paired throughput ratios. queues: those of the texts, if there are any;
     then throughput and speed-up are of queues."""
     rows, timed = [], queues or texts
-    for name in dict.fromkeys(text["method"] for text in texts):
+    for name in in_order(texts):
         of_method: list[Any] = [text for text in texts if text["method"] == name]
         of_queues: list[Any] = [line for line in timed if line["method"] == name]
         row: dict[str, Any] = {"method": name, "runs": len(of_method)}

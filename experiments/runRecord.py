@@ -38,7 +38,7 @@ from experiments.intervals import too_fast
 from experiments.loading import Inputs, LoadedModels
 from experiments.processes import Processes
 from experiments.schema import Line, ModelRecord, Run, RunLine, SpeedLine, name_of_kind, of_kind
-from experiments.speed import STALLED, digest
+from experiments.speed import digest
 from inputs import files
 from inputs.commandLine import counted, did_you_mean
 from inputs.models import model_version
@@ -143,8 +143,8 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
         yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
     if stalled := sum(line.get("stalled", 0) > 0 for line in lines):
-        texts = counted(stalled, "text")
-        yield f"{texts} had a round longer than {STALLED} times the median of the row: timed again."
+        were = "was" if stalled == 1 else "were"
+        yield f"The machine stalled during {counted(stalled, 'text')}, which {were} timed again."
     for sentence in too_fast(of_kind(cast(Any, lines), SpeedLine)):
         yield f"{sentence}; was the machine busy? Measure again."
 
@@ -275,7 +275,8 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
     if lacking := [name for name in old if name not in fresh]:
         sentences.append(f"{len(lacking)} were not measured again, first {lacking[0]}.")
     if clocked := sum(not line.get("repeatable", True) for line in lines):
-        why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too"
+        why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too; "
+        why_not += "other programs' texts are not fixed by the seed"
         sentences.append(f"{clocked} are left out: {why_not}.")
     return sentences, same and not lacking
 

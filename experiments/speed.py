@@ -48,9 +48,8 @@ def in_turns(
     """Time every method in every turn: (method, turn, result, how often it was timed again).
 
     methods: {key: f(turn, warming) -> measurement}. rounds_of: the seconds of its rounds.
-    The first turn has the order of `methods`, which is that of the tables; each other one an order drawn anew, in each
-    process another. In one fixed order, a machine that slows down in the course of each turn would slow the last method
-    most.
+    Each turn has an order drawn anew, which no seed fixes: it is another in each process. In one fixed order, a machine
+    that slows down in the course of each turn would slow the last method most.
     Right before each call that counts, the method is called with `warming`. Otherwise it pays for what ran before:
     after another engine's process, this one's threads sleep and the processor's caches hold other weights, and the row
     that came next had twice the TTFT of the others.
@@ -60,11 +59,8 @@ def in_turns(
     gc.collect()
     gc.freeze()  # Otherwise each garbage collection between measurements takes a quarter of a second.
     try:
-        for number, turn in enumerate(turns):
-            order = list(methods)
-            if number:
-                random.shuffle(order)
-            for key in order:
+        for turn in turns:
+            for key in random.sample(list(methods), len(methods)):
                 for stalled in itertools.count():
                     result = time_call(partial(methods[key], turn), device)
                     took = rounds_of(result)
@@ -127,8 +123,9 @@ def time_texts(
             method(long[:size], generators(0, range(len(long[:size]))), size)
 
     def rounds_of(written: Written) -> list[float]:
-        """The seconds of all rounds. In a queue, one lasts longer where the next prompt is read: that is no stall."""
-        return [] if batch else [seconds for record in written[1] for seconds in np.diff(record.times).tolist()]
+        """The seconds of all rounds but the first, in which a draft reads the prompt: that is no stall. In a queue any
+        round may last longer, where the next prompt is read."""
+        return [] if batch else [seconds for record in written[1] for seconds in np.diff(record.times[1:]).tolist()]
 
     calls = {name: partial(call, method) for name, method in methods.items()}
     for name, (repeat, index), (texts, records), stalled in in_turns(calls, turns, device, rounds_of):

@@ -16,7 +16,7 @@ from torch import Generator, Tensor
 from decoding.drafter import Guesses
 from decoding.rows import Rows
 from decoding.treeRules import after_child
-from experiments.intervals import interval, speedup, summarize, tested_and_passed
+from experiments.intervals import in_order, interval, sources, speedup, summarize, tested_and_passed
 from experiments.schema import BatchCostsLine, CostsLine, Line, Positions, QueueLine, TimedText, of_kind
 from methods.samplers import Sampler
 from utils import Sampling
@@ -193,10 +193,10 @@ def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
     queued = of_kind(lines, QueueLine)
     for batch in dict.fromkeys(line["batch"] for line in queued):
         queues = [line for line in queued if line["batch"] == batch]
-        by_method: dict[str, list[QueueLine]] = {}
-        for line in queues:
-            by_method.setdefault(line["method"], []).append(line)
-        speeds = {name: interval([line["throughput"] for line in of]) for name, of in by_method.items()}
+        by_method = {name: [line for line in queues if line["method"] == name] for name in in_order(queues)}
+        speeds = {
+            name: interval([line["throughput"] for line in of], clusters=sources(of)) for name, of in by_method.items()
+        }
         rows = []
         for name in [name for name in by_method if name != "target"]:
             tokens, drafted = (

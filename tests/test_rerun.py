@@ -212,7 +212,9 @@ def test_a_busy_machine_is_said(monkeypatch):
     (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
     assert "more than tenfold (target)" in unsteady
     (again,) = runRecord.strained(run, [texts[0], texts[0] | {"stalled": 2}])
-    assert again == "1 text had a round longer than 8 times the median of the row: timed again."
+    assert again == "The machine stalled during 1 text, which was timed again."
+    (again,) = runRecord.strained(run, [texts[0] | {"stalled": 1}, texts[1] | {"stalled": 2}, texts[2]])
+    assert again == "The machine stalled during 2 texts, which were timed again."
     plain = [measurement("target", prompt, tokens_per_round=2.0, **same) for prompt in range(4)]
     fast = [line | {"method": "fixed", "throughput": 30.0, "drafted": 4} for line in plain]
     (wrong,) = runRecord.strained(run, [*plain, *fast])

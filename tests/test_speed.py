@@ -75,6 +75,9 @@ def test_summary_of_measurements_made_by_hand():
     assert speculative["alpha"] == pytest.approx((3 + 6 + 0 + 1) / (4 + 6 + 2 + 3))
     assert speculative["acceptance_by_position"] == pytest.approx([9 / 12, 1 / 3])
     assert math.isnan(target["alpha"]) and target["acceptance_by_position"] == []
+    assert [row["method"] for row in summarize(rows[::-1])] == ["target", "speculative"]
+    names = [row["method"] for row in summarize([measurement(f"gamma {n}") for n in (10, 2, 1)] + rows[:1])]
+    assert names == ["target", "gamma 1", "gamma 2", "gamma 10"]  # in whatever order they were timed
     (alone,) = summarize([measurement("draft")])  # without the baseline there is no speed-up
     assert alone["throughput"][0] == 10 and math.isnan(alone["speedup"][0])
 
@@ -112,7 +115,7 @@ def test_methods_take_turns_on_each_prompt_after_the_warm_up():
         for call in ((line["method"], [prompt], 1, WARM), (line["method"], [prompt], 1, None))
     ]
     assert [(m["prompt"], m["repeat"]) for m in lines[::3]] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert [m["method"] for m in lines[:3]] == list("ABC")  # the order of the tables
+    assert {m["method"] for m in lines[:3]} == {*"ABC"}
 
 
 def test_a_machine_that_slows_down_in_the_course_of_each_prompt_slows_no_method_more_than_another():
@@ -128,8 +131,9 @@ def test_a_machine_that_slows_down_in_the_course_of_each_prompt_slows_no_method_
     calls = {name: lambda turn, warming: None for name in "ABCDE"}
     random.seed(0)
     names = [name for name, *_ in in_turns(calls, range(40), "cpu", lambda result: [])]
-    assert names[:5] == list("ABCDE")  # the order of the tables
     assert names != [name for name, *_ in in_turns(calls, range(40), "cpu", lambda result: [])]  # another process
+    first = {next(in_turns(calls, [0], "cpu", lambda result: []))[0] for _ in range(40)}
+    assert len(first) > 1  # of a process: a record may have a single turn of each
     drawn = middle(names[turn : turn + 5] for turn in range(0, 200, 5))
     fixed = middle("ABCDE" for _ in range(40))
     assert all(low <= 1 <= high for _, low, high in drawn.values())
@@ -140,12 +144,13 @@ def test_a_text_in_which_the_machine_stalled_is_timed_again():
     steps = iter([1.0, 1.0, 1.0, 9.0, 1.0, 9.0, 9.0, 9.0])
 
     def method(prompts, generators, batch, first=None):
-        times = np.cumsum([0.5, 1.0, 1.0, 1.0, 1.0, next(steps) if first is None else 1.0]).tolist()
+        # In the first round a draft reads the prompt, which is no stall.
+        times = np.cumsum([0.5, 20.0, 1.0, 1.0, 1.0, next(steps) if first is None else 1.0]).tolist()
         return [[1] * 6], [Record(times=times, committed=[1] * 6, drafted=[0] * 6, accepted=[0] * 6)]
 
     lines = [text for (text,), _ in time_texts({"A": method}, [[1]], 5, 0, "cpu", warm_up=0)]
     assert [line["stalled"] for line in lines] == [0, 0, 0, 1, 2]
-    assert [line["seconds"] for line in lines] == [5.5, 5.5, 5.5, 5.5, 13.5]  # the last never came back in time
+    assert [line["seconds"] for line in lines] == [24.5, 24.5, 24.5, 24.5, 32.5]  # the last never came back in time
 
 
 def test_steps_are_timed_once_a_turn_and_one_that_times_itself_says_how_long():
