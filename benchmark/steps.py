@@ -23,11 +23,12 @@ from experiments.schema import Append, StepLine
 from experiments.speed import Step, time_steps
 from methods.samplers import guesser
 from specSampling import specSampling
-from utils import Sampling
+from utils import Sampling, UserError
 
 WIDTHS, CONTEXTS = (1, 2, 5, 9, 17, 32), (64, 256, 1024, 2000)  # tokens scored at once; tokens before a drawn one
 PROMPTS = (16, 64, 256, 1024)  # tokens of the prompts whose prefill is timed
 START = 64  # tokens before those of a forward
+ROUNDS = 3  # that are timed at once; the first does not count
 LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
 TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
 READ = "reading"  # the role of a line that says how long it takes to read bytes
@@ -41,6 +42,10 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     (prompt, *_) = inputs.rows
     sampling, gamma = settings.sampling.of("steps"), settings.decoding.gamma_of("fixed")
     drafter = guesser(dict(models), settings.decoding)
+    least = min((target, *drafter.models), key=lambda model: model.context)
+    if not drafter.varies and 1 + ROUNDS * (gamma + 1) >= least.context:
+        rounds = f"{ROUNDS} rounds of {gamma} guesses, which the context of {least.name} does not hold"
+        raise UserError(f"--steps times {rounds} ({least.context} tokens): lower --gamma")
     roles = dict(zip(("target", "draft"), (target, *cast(list[CachedModel], drafter.models[:1]))))
     conditions = inputs.conditions_of("steps", len(prompt), sampling)
     time_all = partial(times, device=inputs.device)
@@ -163,7 +168,7 @@ def round_lines(
     verified. "round": a whole round in which all guesses are accepted. "sampling": its filters, draws and verification
     alone.
     """
-    room = 1 + 3 * (gamma + 1)  # the first token and those of three such rounds
+    room = 1 + ROUNDS * (gamma + 1)  # the first token and those of such rounds
     models = {"plain step": target, "draft step": cast(CachedModel, drafter.models[0])}
     prompt = prompt[: min(model.context for model in models.values()) - room]
     start, parts = len(prompt), dict[str, Step]()

@@ -383,7 +383,8 @@ def round_table(lines: Sequence[StepLine], texts: Sequence[SpeedLine] = ()) -> T
     for name, line in parts.items():
         table.add(name, span(interval(line["seconds"]), 1e3), span(cost[name]))
     c = cost["draft step"].middle if "draft step" in parts else 0.0
-    fixed = [row for row in summarize(texts) if row["method"] == "fixed" and row["alpha"] == row["alpha"]]
+    shortest = [text for text in texts if text["promptLen"] == texts[0]["promptLen"]]  # The parts have such a prompt.
+    fixed = [row for row in summarize(shortest) if row["method"] == "fixed" and row["alpha"] == row["alpha"]]
     for alpha in [row["alpha"] for row in fixed] or ALPHAS:
         speed = improvement(alpha, gamma, c, cost["scoring"].middle)
         table.add(f"speed-up by theory, alpha {alpha:.3g}", "", Measured(speed, digits=2))

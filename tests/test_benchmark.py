@@ -56,7 +56,7 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     lines = run("--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --texts", tmp_path)
     timed, shown = of_kind(lines), capsys.readouterr().out
     rows = ["target", "fixed", *(f"generate:{kind}" for kind in Generate.rows)]
-    assert [line["method"] for line in timed[: len(rows)]] == rows and all(row in shown for row in rows[2:])
+    assert {line["method"] for line in timed[: len(rows)]} == {*rows} and all(row in shown for row in rows[2:])
     assert {line["tokens"] for line in timed} == {6}  # the same work for all: no text ends early
     assert all(0 < line[figure] < line["seconds"] for line in timed for figure in ("ttft", "tpot"))
     checked = {line["method"]: line for line in lines if line.get("test") == "engine"}
@@ -85,7 +85,7 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     assert all(0 < row[-1].value <= 100 for row in forwards_table(step_lines).rows)  # shares of the limit
 
 
-def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tmp_path, monkeypatch):
+def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tmp_path, capsys, monkeypatch):
     kinds = {line["what"] for line in run("--steps --draft lookup --dtype float32") if line.get("of") == "step"}
     assert kinds == {"reading", "forward", "prefill", "growth"}
     assert "A round of" not in (tmp_path / "results.txt").read_text()
@@ -94,6 +94,8 @@ def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tm
         raise KeyboardInterrupt
         yield
 
+    run("--steps --gamma 100 --dtype float32", out=tmp_path / "long", code=2)
+    assert one_line(capsys, "3 rounds of 100 guesses", "lower --gamma")
     monkeypatch.setattr(steps, "token_lines", stop)
     lines = run("--steps --dtype float32", out=tmp_path / "stopped", code=130)
     assert {line["what"] for line in lines[1:]} == {"reading", "forward"}
@@ -273,7 +275,8 @@ def test_what_a_round_allows_is_theorys():
     alone = [step("round", part, taken, tokens=2) for part, taken in seconds.items() if part != "draft step"]
     assert str(round_table(alone).rows[-1][-1]) == f"{2.44 / 1.2:.2f}"  # no draft model: a guess costs nothing
     counts = {"target": (10.0, []), "fixed": (15.0, [(6, 4), (4, 1)])}
-    texts = [measurement(name, 0, 0, speed, acceptance_by_position=of) for name, (speed, of) in counts.items()]
+    texts = [measurement(n, 0, 0, v, acceptance_by_position=of, promptLen=8) for n, (v, of) in counts.items()]
+    texts += [text | {"promptLen": 16, "throughput": 7.0} for text in texts]  # after other prompts than the parts
     (theory, allowed), (what, measured) = (row[::2] for row in round_table(alone, texts).rows[-2:])
     assert (str(theory), str(allowed)) == ("speed-up by theory, alpha 0.5", f"{1.75 / 1.2:.2f}")  # that of the texts
     assert (what, str(measured)) == ("speed-up of fixed, measured", "1.50")
