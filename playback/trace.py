@@ -50,7 +50,9 @@ class Trace:
         """Add a round that has ended (`decoding.rows.Callback`)."""
         if row == 0:
             self.seconds += time.perf_counter() - self.resumed if self.rounds else 0
-            self.rounds.append(Round(tokens[:guessed], self.guesses[guessed:], tokens[guessed:]))
+            accepted, own = tokens[:guessed], tokens[guessed:]
+            # Where a text ends at a guess, those after it were not judged: the target drew no token in place of one.
+            self.rounds.append(Round(accepted, self.guesses[guessed:] if own else [], own))
             self.on_round(self.rounds[-1])
             self.resumed = time.perf_counter()
 

@@ -3,12 +3,14 @@
 import base64
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
 import re
 import shutil
 import subprocess
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -100,6 +102,10 @@ def test_a_trace_holds_what_the_record_counts():
         assert [len(round.accepted) for round in trace.rounds] == record.accepted
         assert heard[-len(trace.rounds) :] == trace.rounds and any(round.rejected for round in trace.rounds)
     traced(specSampling, [[1, 2, 3], [5, 6] * 9], tiny(), LookupDrafter(61), 12)
+    at_guess = partial(specSampling, end_of_text=lambda text, token: next(count) == 3)  # It ends at a guess.
+    count, target = itertools.count(1), tiny()
+    trace, _ = traced(at_guess, [[1, 2, 3]], target, ModelDrafter(target), 10)
+    assert trace.rounds[-1].rejected == trace.rounds[-1].target == []
     trace = Trace()
     (tokens,), _ = regrSampling([[1, 2]], tiny(), 9, callback=trace.callback)
     assert trace.rounds == [Round([], [], [token]) for token in tokens]  # all the target's own
@@ -117,7 +123,9 @@ def test_a_speed_is_that_after_the_prefill_without_the_time_of_showing(monkeypat
     assert trace.speed() == "[5 tokens, 1 a second]"
     assert trace.speed(plain=0.8) == "[5 tokens, 1 a second, 1.25 times plain decoding]"
     assert trace.speed(plain=0.4) == trace.speed()  # More than 2 tokens a round: the plain rate is not to be trusted.
-    assert trace.rounds[-1] == Round([4, 0], [5], [])  # A guess after the end of the text is not accepted.
+    assert trace.rounds[-1] == Round(
+        [4, 0], [], []
+    )  # A guess after the end of the text was neither accepted nor rejected.
 
 
 # The terminal.
