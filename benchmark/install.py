@@ -8,6 +8,7 @@ import sys
 import sysconfig
 
 from benchmark.peers import PeerError
+from inputs.commandLine import as_command
 from methods.programs.program import FOLDER
 from methods.programs.registry import PROGRAMS
 
@@ -33,4 +34,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(as_command("benchmark.install", main, "What was installed is kept."))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ def check_free(what: str, needed: float, free: float, where: str) -> None:
         raise PeerError(f"{what} needs about {gigabytes(needed)} {where}, and {gigabytes(free)} are free")
 
 
-class OtherMethod:
+class OtherMethod(ABC):
     """The method `name` of another program. `failed` says why it is left out; None if it is timed.
 
     precision: that it computes in, if its row does not say it. gamma: of its guesses, if the program takes a number.
@@ -173,12 +174,12 @@ class OtherMethod:
         if alpha is not None and self.row.draft and not self.program.coin:
             raise PeerError("it cannot accept guesses by a coin")
 
+    @abstractmethod
     def write(
         self, prompts: Sequence[list[int]], count: int, sampling: Sampling, seeds: Sequence[int], batch: int = 1
     ) -> Written:
         """`count` new tokens after each prompt, `batch` texts at once: the next prompt starts when a text ends. Each
         text has its own seed. Raises PeerError if the program fails."""
-        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         """Leave the method out from now on."""
@@ -187,6 +188,7 @@ class OtherMethod:
 
     def close(self) -> None:
         """End what it started."""
+        self.memory = 0.0
 
 
 class Peer(OtherMethod):
@@ -245,4 +247,5 @@ class Peer(OtherMethod):
     def close(self) -> None:
         if self.process is not None:
             self.process.close()
-        self.process, self.memory = None, 0.0
+        self.process = None
+        super().close()

@@ -4,6 +4,7 @@ import errno
 import importlib
 import importlib.metadata
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -267,6 +268,7 @@ class Toy(Program):
         self.settings = {"first": os.environ["LD_PRELOAD"], "python": os.environ.get("PYTHON")}
         print("noise")
         os.write(1, b"more noise\\n")
+    def convert(weights, folder, form): ...
     def generate(self, request):
         if request.seed == 1:
             raise ValueError("two\\nlines")
@@ -531,6 +533,14 @@ def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
     monkeypatch.setattr(sysconfig, "get_python_version", lambda: "3.99")
     commands.clear()
     assert install.main() == 0 and len(commands) > 4  # and all under another Python.
+
+
+def test_ctrl_c_ends_an_installation_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(Path, "mkdir", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.delitem(sys.modules, "benchmark.install")
+    with pytest.raises(SystemExit, match="130"):
+        runpy.run_module("benchmark.install", run_name="__main__")
+    assert capsys.readouterr().err == "\nInterrupted. What was installed is kept.\n"
 
 
 def test_torch_and_extras_are_no_requirements_of_an_environment(monkeypatch, capsys):

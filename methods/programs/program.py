@@ -12,6 +12,7 @@ import pkgutil
 import signal
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -135,7 +136,7 @@ class Weights:
         return model
 
 
-class Program:
+class Program(ABC):
     """A program with a model loaded: `Program(load_request)`. Its library is imported in its own process alone, so
     inside functions.
 
@@ -154,6 +155,7 @@ class Program:
     version = ""
     settings: Mapping[str, Any] = {}
 
+    @abstractmethod
     def __init__(self, request: LoadRequest) -> None: ...
 
     @classmethod
@@ -167,13 +169,13 @@ class Program:
         return []
 
     @staticmethod
+    @abstractmethod
     def convert(weights: Weights, folder: Path, form: str) -> None:
         """Write the model in the program's own format, its weights stored as `form`, one of FORMS."""
-        raise NotImplementedError
 
+    @abstractmethod
     def generate(self, request: TextRequest) -> Answer:
         """Continue one prompt."""
-        raise NotImplementedError
 
     def write(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
         """Continue all prompts, `batch` at once: the next starts when a text ends."""

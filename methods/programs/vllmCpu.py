@@ -104,6 +104,9 @@ class Vllm(Program):
         ).llm_engine
         self.number = 0  # of texts so far
 
+    def generate(self, request: TextRequest) -> Answer:
+        return self.write([request], 1)[0]
+
     def write(self, requests: Sequence[TextRequest], batch: int) -> list[Answer]:
         answers: dict[str, Answer] = {}
         waiting, running = list(requests[::-1]), 0
