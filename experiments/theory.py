@@ -191,7 +191,8 @@ def predict_batches(lines: Sequence[Line]) -> dict[int, dict[str, Any]]:
     predictions: dict[int, dict[str, Any]] = {}
     costs_of = {line["batch"]: line for line in of_kind(lines, BatchCostsLine)}
     queued = of_kind(lines, QueueLine)
-    for batch in dict.fromkeys(line["batch"] for line in queued):
+    # A run may be stopped before plain decoding was timed.
+    for batch in dict.fromkeys(line["batch"] for line in queued if line["method"] == "target"):
         queues = [line for line in queued if line["batch"] == batch]
         by_method = {name: [line for line in queues if line["method"] == name] for name in in_order(queues)}
         speeds = {

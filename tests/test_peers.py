@@ -392,6 +392,14 @@ def test_the_server_of_another_run_is_not_asked():
         LlamaCpp.start(server, ["sh", "-c", "sleep 0.3; exit 7"])
 
 
+def test_the_settings_of_a_server_are_those_of_its_second_start():
+    server = object.__new__(LlamaCpp)
+    server.address, server.session = "http://server", Mock(get=Mock(side_effect=OSError))
+    with pytest.raises(RuntimeError, match="exit code 7"):
+        server.start(["sh", "-c", '[ "$1" ] && exit 7; kill -SEGV $$', "server"])
+    assert server.settings["arguments"][-2:] == ["server", "--no-repack"]
+
+
 def test_in_float32_is_what_a_float32_copy_computes(tmp_path):
     """And no code is run that a configuration names."""
     helpers.tiny().model.to(torch.bfloat16).save_pretrained(tmp_path)

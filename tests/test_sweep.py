@@ -3,6 +3,7 @@ paper's values, and the overlaps of p and q that texts visit, against those of a
 hand."""
 
 import itertools
+import random
 from functools import partial
 
 import helpers
@@ -17,7 +18,8 @@ from decoding.lengthRules import Acceptance, DraftConfidence
 from decoding.tree import Tree
 from decoding.treeRules import TREE_RULES
 from decoding.verification import token_rule
-from experiments import sweep, theory
+from experiments import measure, sweep, theory
+from experiments.speed import time_texts
 from experiments.theory import expectations, expected_chain, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
@@ -114,6 +116,18 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is():
     for lines in (LINES[:1], LINES[:3], LINES[:8]):
         figures.plt.close(figures.draw_batches(lines))
         assert [row[0] for row in batch_table(lines).rows] == ["1"] + ["8"] * (len(lines) == 8)
+
+
+@pytest.mark.parametrize("mode", ["compare fixed", "sweep", "sweep batch", "speed", "compare fixed --batch 2"])
+def test_a_run_that_is_stopped_before_plain_decoding_was_timed_is_shown(run, monkeypatch, mode):
+    def stopped(*options, **more):
+        yield from itertools.islice(time_texts(*options, **more), 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "time_texts", stopped)
+    monkeypatch.setattr(random, "sample", lambda names, count: names[::-1])
+    timed = [line["method"] for line in run(f"--{mode}", code=130) if line["kind"] in ("speed", "queue")]
+    assert timed and "target" not in timed
 
 
 @pytest.mark.parametrize("draft", ["", "--draft lookup"])

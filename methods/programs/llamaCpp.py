@@ -155,7 +155,6 @@ class LlamaCpp(Program):
         if request.alpha is not None:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]
         # fmt: on
-        self.settings = {"arguments": [word for word in command if "/" not in word]}  # without paths
         self.start(command)
 
     def start(self, command: list[str]) -> None:
@@ -164,6 +163,7 @@ class LlamaCpp(Program):
         The server may die of its code for AMX: GCC 12 leaves out a part of the stores that describe the tiles, because
         its `_tile_loadconfig` claims to read 8 of the 64 bytes. Without repacked weights that code is not used.
         """
+        self.settings = {"arguments": [word for word in command if "/" not in word]}  # without paths
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"LLAMA_API_KEY": KEY})
         while (code := process.poll()) is None:
             with suppress(OSError):

@@ -212,10 +212,8 @@ def main(address: str, descriptor: str) -> None:
     while True:
         try:
             do, arguments = connection.recv()
-        except (
-            EOFError,
-            OSError,
-        ):  # The run was killed: without it nobody would end what the program started, such as a server.
+        except (EOFError, OSError):
+            # The run was killed: without it nobody would end what the program started, such as a server.
             os.killpg(0, signal.SIGKILL)
         answer: Any = None
         try:
