@@ -20,7 +20,7 @@ from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, StepLine
-from experiments.speed import Step, time_steps
+from experiments.speed import Step, synchronize, time_steps
 from methods.samplers import guesser
 from specSampling import specSampling
 from utils import Sampling, UserError
@@ -82,6 +82,12 @@ def forward(model: CachedModel, count: int, start: int) -> Callable[[], Tensor]:
     return lambda: model.forward(tokens, at)
 
 
+def finish(step: Step, device: torch.device) -> None:
+    """Take a step, and wait until `device` has done it."""
+    step()
+    synchronize(device)
+
+
 def one_token(model: CachedModel, start: int, sampling: Sampling) -> Step:
     """A step: reads the token at position `start` and draws the next one."""
     at = torch.tensor([[start]], device=model.device)
@@ -126,7 +132,9 @@ def forward_lines(
         if name in roles:
             fill(roles[name], START, START + max(widths))
             steps |= {(name, "forward", n): forward(roles[name], n, START) for n in widths}
-    seconds = time_all(steps)
+    # The draft may have a device of its own, for which `time_steps` does not wait.
+    devices = {name: buffer.device for name, buffer in buffers.items()}
+    seconds = time_all({key: partial(finish, step, devices[key[0]]) for key, step in steps.items()})
     for name, buffer in buffers.items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
         yield {"what": READ, "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}

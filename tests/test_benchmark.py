@@ -192,6 +192,18 @@ def test_a_method_of_the_library_that_fails_is_left_out(run, monkeypatch):
 # The steps of decoding.
 
 
+def test_a_step_ends_when_the_device_of_its_own_model_has_done_it(monkeypatch):
+    """A draft may be on another device than the target."""
+    awaited, models = [], {"target": helpers.tiny(), "draft": helpers.tiny(seed=1)}
+    monkeypatch.setattr(steps, "synchronize", awaited.append)
+
+    def time_all(steps):
+        return {key: [step() or 1.0] for key, step in steps.items() if key[0] == "draft"}
+
+    list(steps.forward_lines(models, time_all, widths=(1, 2)))
+    assert awaited == [models["draft"].device] * 5  # three ways of reading, two forwards
+
+
 class KernelCalls(TorchDispatchMode):
     """Counts the calls of this project's operators."""
 
