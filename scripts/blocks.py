@@ -51,6 +51,7 @@ EAGER = (  # methods whose speed-up is quoted of the table of all methods
 FASTEST = r"(?!(llama.cpp|vllm|generate):lookup|llama.cpp:copy).*"  # No way of guessing that is slower than none.
 ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
 DISTANCE = "audit, bundled pair"
+STEPS = "Forwards|Time to|A round"  # tables of which a record has those of its first process alone
 WIDTH = 119  # characters of a line of the layout
 OTHERS = {  # folders without code, and their descriptions in the layout
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
@@ -69,7 +70,8 @@ def printed(
     column by which rows are sorted, the largest figure first. notes: with the sentences under the tables.
     """
     parts, taken = [], False
-    for piece in pieces_of_run(*records[name]):
+    run, lines = records[name]
+    for piece in pieces_of_run(run, lines):
         if isinstance(piece, Table):
             if taken := bool(re.match(titles, piece.title)):
                 if by:
@@ -88,7 +90,9 @@ def printed(
             parts.append(str(piece))
     if not parts:
         raise UserError(f"no table of {name} has a title like {titles!r}")
-    return "\n\n".join([*parts, source(*records[name])])
+    if re.match(STEPS, titles):
+        lines = [line for line in lines if not line.get("process")]
+    return "\n\n".join([*parts, source(run, lines)])
 
 
 def excerpt(records: Records) -> str:
