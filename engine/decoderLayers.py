@@ -195,7 +195,10 @@ class Description:
             missing = -len(rows[0]) % SIDE
             blocks = [pad(x, (0,) * (2 * x.dim() - 1) + (missing,)).unflatten(0, (-1, SIDE)) for x in rows]
             return torch.stack(blocks, 1).flatten(0, 2)
-        return rows[0] if len(rows) == 1 else torch.cat(list(rows))
+        joined = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+        if name == "qkv" and len(joined) != (self.heads + 2 * self.groups) * self.width:
+            raise RuntimeError("its heads are not those of its configuration")
+        return joined
 
     def decoder(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None, places: Sequence[int] = ()) -> Any:
         """The `Decoder` of these layers, with a tap. places: the numbers of the layers in the model, if not all."""

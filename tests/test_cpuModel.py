@@ -590,6 +590,13 @@ def narrowed(model):
         weight.data = weight.data[:, :8].clone() if name == "down_proj" else weight.data[:8].clone()
 
 
+def with_half_of_its_heads(model):
+    for attention in (layer.self_attn for layer in model.model.layers):
+        for part in attention.q_proj, attention.k_proj, attention.v_proj:
+            part.weight.data = part.weight.data[: len(part.weight) // 2].clone()
+        attention.o_proj.weight.data = attention.o_proj.weight.data[:, : attention.o_proj.weight.shape[1] // 2].clone()
+
+
 ALTERED = "hooks or replaced forwards change what it computes"
 PARTS = "parts of its layers are not those of its class"
 UNLIKE = "its layers compute something that the kernels do not"
@@ -616,6 +623,7 @@ REFUSED = {
         PARTS,
     ),
     "an adapter": (lambda: changed(with_adapter), PARTS),
+    "fewer heads": (lambda: changed(with_half_of_its_heads), "its heads are not those of its configuration"),
     "a narrower layer": (lambda: changed(narrowed, layers=4), "its layers have several sizes"),
     "a norm": (lambda: changed(lambda model: setattr(model.model.norm, "forward", lambda x: x)), ALTERED),
 }
