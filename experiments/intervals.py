@@ -109,8 +109,11 @@ def ends(middle: float, drawn: np.ndarray, k: int) -> tuple[float, float]:
 
 
 def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[int, int], int]]:
-    """The clusters of timed texts: the process that wrote each, and its prompt (of a queue its repeat)."""
-    return [((t.get("process", 0), t.get("rank", 0)), t.get("prompt", t["repeat"])) for t in texts]
+    """The clusters of timed texts: the process that wrote each, and its prompt (of a queue its repeat; of a turn of a
+    conversation the question, as turns depend on the answers before them)."""
+    return [
+        ((t.get("process", 0), t.get("rank", 0)), t.get("question", t.get("prompt", t["repeat"]))) for t in texts
+    ]
 
 
 def speedup(
@@ -124,14 +127,14 @@ def speedup(
     lines: Sequence[Any] = timed
     upper, lower = (
         {
-            (*source, line["repeat"]): line[figure]
+            (*source, line.get("prompt"), line["repeat"]): line[figure]
             for line, source in zip(lines, sources(lines))
             if line["method"] == name and line[figure] is not None
         }
         for name in (method, baseline)
     )
     pairs = {key: value / lower[key] for key, value in upper.items() if key in lower}
-    return interval(list(pairs.values()), clusters=[(process, prompt) for process, prompt, _ in pairs])
+    return interval(list(pairs.values()), clusters=[key[:2] for key in pairs])
 
 
 def in_order(lines: Iterable[Mapping[str, Any]]) -> list[str]:

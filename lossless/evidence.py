@@ -17,6 +17,7 @@ any models:
 The p-value of such a sum T is Chernoff's bound, 2 exp(min_s(K(s) - s T)), where K(s) is the log of E exp(s T). It is at
 least the probability of so large a sum, also of few tokens, whose T over its standard deviation is far from normal if a
 rare token or a rare guess decides. It is at most some ten times that probability where limits usually lie.
+(The variance of T is taken as fixed: s is the best one for the contexts that there are.)
 
 Greedy decoding draws nothing. There each token is compared with the target's argmax (`scorer.greedy_figures`).
 """

@@ -15,7 +15,7 @@ from test_results import run_line, speed_line
 from transformers import AutoModelForCausalLM
 
 import downloadData
-from experiments.intervals import OVERALL, Range, by_category, spec_bench
+from experiments.intervals import OVERALL, Range, by_category, spec_bench, speedup
 from experiments.speed import digest
 from inputs import files
 from inputs.hub import HubFile, Manifest
@@ -184,6 +184,16 @@ def test_overall_is_over_questions_and_not_over_tasks():
     assert [rows[name]["block"]["specBench"][0] for name in rows] == pytest.approx([2.0, 1.0, 1.75])  # not 1.5
     assert [rows[name]["block"]["speedup"][0] for name in rows] == pytest.approx([2.0, 1.0, 2.0])
     assert rows["rag"]["block"]["runs"] == 1 and rows[OVERALL]["block"]["runs"] == 4
+
+
+def test_turns_of_a_question_are_one_cluster_of_an_interval_and_each_is_paired_with_its_own():
+    turns = [(prompt, prompt // 2) for prompt in range(8)]  # 4 questions of 2 turns; the method is 2 and 4 times as fast
+    texts = [
+        text(method, prompt, 8, 8 / speed, question=question)
+        for prompt, question in turns
+        for method, speed in (("a", (2.0, 4.0)[prompt % 2] * (1 + question)), ("target", 1.0 + question))
+    ]
+    assert speedup(texts, "a", "target") == (3, 3, 3) and isinstance(speedup(texts[:12], "a", "target"), Range)
 
 
 def test_four_questions_have_an_interval_and_few_processes_none():
