@@ -93,6 +93,7 @@ def test_a_block_is_multiplied_by_any_number_of_tokens(multiply, dtype, size):
 @pytest.mark.parametrize("size, group", [(32, 32), (96, 32), (192, 64), (192, 96), (2560, 32)])
 def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bits, size, group):
     weight = random_codes(SIDE, size, bits, group)
+    weight.codes[:, :group] = 2**bits - 1  # Where x is 127 or -127 too, sums in 16 bits are closest to overflow.
     right = at_the_end_of_memory(packed_codes(*weight))
     wrong = right.clone()
     wrong[0, 0, 64 + (4 < bits < 8) * 4 * 128] ^= (
@@ -101,6 +102,7 @@ def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bit
     generator = torch.Generator().manual_seed(size)
     for tokens in range(1, multiply.most_codes + 1):
         x = torch.randint(-127, 128, (tokens, size), dtype=torch.int8, generator=generator)
+        x[:, :group] = 127 * (-1) ** tokens
         scales = torch.rand(tokens, size // group, generator=generator)
         groups = x.unflatten(1, (-1, group))
         scaled, of_x = (groups * scales[..., None]).flatten(1).double(), groups.sum(-1, dtype=torch.int32)

@@ -22,6 +22,7 @@ constexpr int LANES = BYTES / 4, VECTORS = SIDE / LANES, MOST = REGISTERS / VECT
 typedef float Floats __attribute__((vector_size(BYTES)));
 typedef uint32_t Words __attribute__((vector_size(BYTES)));
 typedef int32_t Ints __attribute__((vector_size(BYTES)));
+typedef int16_t Shorts __attribute__((vector_size(BYTES)));
 typedef uint16_t Halves __attribute__((vector_size(BYTES / 2)));
 
 template <typename V> static inline V loaded(const void* from) {
@@ -99,40 +100,66 @@ static void vectors(const Job<T>& job) {
     if constexpr (M > 1) vectors<T, M - 1>(job);
 }
 
-// sum + w[0] x[0] + ... + w[3] x[3] in each lane: w is four unsigned bytes, x four signed ones.
-static inline Ints dotted(Ints sum, Words w, const int8_t* x) {
-#if defined(__AVX512VNNI__)
-    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)spread(x));
-#else
-    // Two pairs of 16-bit numbers: bytes 0 and 2, bytes 1 and 3.
-    const uint32_t low = 0x00ff00ff;
-    auto pair = [](int8_t a, int8_t b) { return (uint32_t(uint16_t(b)) << 16 | uint16_t(a)) - Words{}; };
-    auto multiplied = [](Words a, Words b) {
-#if defined(__AVX512BW__)
-        return (Ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
-        return (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__) && !defined(__AVX__)
-        return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
-#else
-        return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
-#endif
-    };
-    return sum + multiplied(w & low, pair(x[0], x[2])) + multiplied((w >> 8) & low, pair(x[1], x[3]));
-#endif
-}
+// In each lane a sum of products of four unsigned bytes w, of BITS bits, with four signed bytes at x.
+template <int BITS> struct Dots {
+    Ints sum;
 
-// A tile of a weight in BITS bits.
-template <int BITS> struct Tile {
+    // Adds the products of inputs 4 k to 4 k + 3 of a tile. For k = 0, 1, ... 7 in turn.
+#if defined(__AVX512VNNI__)
+    [[gnu::always_inline]] void add(int, Words w, const int8_t* x) {
+        sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)spread(x));
+    }
+#elif defined(__AVX2__)
+    static constexpr int FIT = BITS == 5 ? 4 : BITS == 6 ? 2 : 8;  // So many sums of two products fit in 16 bits.
+    Shorts pairs;
+
+    [[gnu::always_inline]] void add(int k, Words w, const int8_t* x) {
+        if constexpr (BITS == 8) {  // Of the upper seven bits one fits, of the lowest bit all.
+            sum += joined(products(w >> 1 & 0x7f7f7f7fu, x), 2);
+            w &= 0x01010101u;
+        }
+        pairs = k % FIT ? pairs + products(w, x) : products(w, x);
+        if (k % FIT == FIT - 1) sum += joined(pairs, 1);
+    }
+#if defined(__AVX512BW__)
+    static Shorts products(Words w, const int8_t* x) { return (Shorts)_mm512_maddubs_epi16((__m512i)w, (__m512i)spread(x)); }
+    static Ints joined(Shorts x, short times) { return (Ints)_mm512_madd_epi16((__m512i)x, (__m512i)(times - Shorts{})); }
+#else
+    static Shorts products(Words w, const int8_t* x) { return (Shorts)_mm256_maddubs_epi16((__m256i)w, (__m256i)spread(x)); }
+    static Ints joined(Shorts x, short times) { return (Ints)_mm256_madd_epi16((__m256i)x, (__m256i)(times - Shorts{})); }
+#endif
+#else
+    [[gnu::always_inline]] void add(int, Words w, const int8_t* x) {
+        // Two pairs of 16-bit numbers: bytes 0 and 2, bytes 1 and 3.
+        const uint32_t low = 0x00ff00ff;
+        auto pair = [](int8_t a, int8_t b) { return (uint32_t(uint16_t(b)) << 16 | uint16_t(a)) - Words{}; };
+        auto multiplied = [](Words a, Words b) {
+#if defined(__SSE2__)
+            return (Ints)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+            return ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16) + ((Ints)a >> 16) * ((Ints)b >> 16);
+#endif
+        };
+        sum += multiplied(w & low, pair(x[0], x[2])) + multiplied((w >> 8) & low, pair(x[1], x[3]));
+    }
+#endif
+};
+
+// Vectors of a tile that take turns, so that what they need of M tokens stays in registers, and tokens of a job.
+template <int M> constexpr int TOGETHER = BYTES == 32 ? (M <= 2 ? 2 : 1) : VECTORS;
+constexpr int MOST_OF_CODES = BYTES == 64 ? 9 : BYTES == 32 ? 6 : 1;
+
+// COUNT vectors of each row of a tile of a weight in BITS bits.
+template <int BITS, int COUNT> struct Tile {
     static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // rows of one bit more
     const char* rows;
-    Words low[VECTORS], high[MORE + 1][VECTORS];
+    Words low[COUNT], high[MORE + 1][COUNT];
 
     [[gnu::always_inline]] Tile(const char* rows) : rows(rows) {
 #pragma GCC unroll 2
         for (int bit = 0; bit < MORE; bit++)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) high[bit][v] = row(4 + bit, v);
+            for (int v = 0; v < COUNT; v++) high[bit][v] = row(4 + bit, v);
     }
 
     // The compiler would rather load a row again for each use, and loads are what there is least of.
@@ -159,43 +186,49 @@ template <int BITS> struct Tile {
 };
 
 constexpr long AHEAD_OF_CODES = 16384;  // Bytes from what is read to what is prefetched, into the second cache.
-constexpr int MOST_OF_CODES = std::max(1, BYTES == 64 ? 9 : BYTES / 10);  // With more, few sums stay in registers.
 
 // The job of M tokens whose weights have BITS bits.
 template <int M, int BITS> static void by_codes(const CodesJob& job) {
+    constexpr int COUNT = TOGETHER<M>;
     Floats acc[M][VECTORS] = {};
-    const char* here = job.block;
-    const int8_t* x = job.x;
+    const char* scales = job.block;
     const CodesJob::Group* group = job.groups;
-    for (long in = 0; in < job.in; in += job.group, group += M) {
-        const char* scales = here;
+    for (long in = 0; in < job.in; in += job.group, group += M, scales += SIDE * 2 + job.group * BITS * SIDE / 8) {
         __builtin_prefetch(scales + AHEAD_OF_CODES, 0, 2);
-        here += SIDE * 2;
-        Ints sums[M][VECTORS];
-#pragma GCC unroll 16
-        for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) sums[m][v] = (Ints)spread(&group[m].start);
-        for (long tile = 0; tile < job.group; tile += TILE, here += BITS * SIDE * 4) {
+        for (int first = 0; first < VECTORS; first += COUNT) {
+            const char* here = scales + SIDE * 2 + first * BYTES;
+            const int8_t* x = job.x + in * M;
+            Dots<BITS> dots[M][COUNT];
 #pragma GCC unroll 16
-            for (int line = 0; line < BITS * SIDE * 4; line += 64) __builtin_prefetch(here + AHEAD_OF_CODES + line, 0, 2);
-            Tile<BITS> weights(here);
-#pragma GCC unroll BYTES / 8
-            for (int k = 0; k < 8; k++) {
-                Words w[VECTORS];
+            for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) w[v] = weights.codes(k, v);
+                for (int v = 0; v < COUNT; v++) dots[m][v].sum = (Ints)spread(&group[m].start);
+            for (long tile = 0; tile < job.group; tile += TILE, here += BITS * SIDE * 4) {
+                if (first == 0)
 #pragma GCC unroll 16
-                for (int m = 0; m < M; m++, x += 4)
+                    for (int line = 0; line < BITS * SIDE * 4; line += 64)
+                        __builtin_prefetch(here + AHEAD_OF_CODES + line, 0, 2);
+                Tile<BITS, COUNT> weights(here);
+#pragma GCC unroll BYTES / 4
+                for (int k = 0; k < 8; k++) {
+                    Words w[COUNT];
 #pragma GCC unroll 8
-                    for (int v = 0; v < VECTORS; v++) sums[m][v] = dotted(sums[m][v], w[v], x);
+                    for (int v = 0; v < COUNT; v++) w[v] = weights.codes(k, v);
+#pragma GCC unroll 16
+                    for (int m = 0; m < M; m++, x += 4)
+#pragma GCC unroll 8
+                        for (int v = 0; v < COUNT; v++) dots[m][v].add(k, w[v], x);
+                }
             }
-        }
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) {
-            Floats scale = (Floats)(__builtin_convertvector(loaded<Halves>(scales + v * BYTES / 2), Words) << 16);
+            for (int v = 0; v < COUNT; v++) {
+                const char* halves = scales + (first + v) * BYTES / 2;
+                Floats scale = (Floats)(__builtin_convertvector(loaded<Halves>(halves), Words) << 16);
 #pragma GCC unroll 16
-            for (int m = 0; m < M; m++) acc[m][v] += __builtin_convertvector(sums[m][v], Floats) * (scale * group[m].scale);
+                for (int m = 0; m < M; m++)
+                    acc[m][first + v] += __builtin_convertvector(dots[m][v].sum, Floats) * (scale * group[m].scale);
+            }
         }
     }
 #pragma GCC unroll 16
