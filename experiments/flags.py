@@ -169,8 +169,8 @@ class ModelChoice:
     offline: bool = switch()
     """Download nothing. A model that is missing is an error."""
     dtype: str | None = choice(tuple(DTYPES))
-    """The dtype of the weights. --lossless tests drawn text in float32, and in this dtype too. Default: for speed the
-    fastest that the device supports natively (bfloat16, float16 on GPUs without bfloat16, else float32); for --ppl,
+    """The dtype of the weights. --lossless tests drawn text in float32, and in this dtype too. Default: for speed
+    bfloat16, but float16 on GPUs without it, and float32 on CPUs without it unless --compile is given; for --ppl,
     --diversity, --lossless and --audit float32."""
     compile: bool = switch(first=True)
     """Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are built for

@@ -41,16 +41,16 @@ def check_device(name: str) -> None:
         raise UserError(f"device {name!r} cannot be used ({one_line(error)}); use cpu") from None
 
 
-def pick_dtype(device: str) -> str:
+def pick_dtype(device: str, by_kernels: bool = False) -> str:
     """The default dtype of weights: bfloat16 if the device computes in it, else float16 on a GPU and float32 on a
-    CPU."""
+    CPU. by_kernels: a CPU's layers are computed by our kernels, which read half the bytes in bfloat16 on any CPU."""
     if device == "mps":
         return "float16"
     if device.startswith("cuda"):
         # Older GPUs emulate bfloat16, slowly.
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
     # Other x86 processors compute in bfloat16 only by converting to float32 and back.
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    native = by_kernels or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return "bfloat16" if native else "float32"
 
 

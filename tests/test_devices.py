@@ -23,6 +23,13 @@ def test_cuda_where_there_is_none_is_refused(name):
         pick_device(name)
 
 
+def test_kernels_read_bfloat16_on_a_cpu_that_does_not_compute_in_it(monkeypatch, flags):
+    for name in "_is_avx512_bf16_supported", "_is_amx_tile_supported":
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    for more, dtype in ([], "float32"), (["--compile"], "bfloat16"), (["--compile", "--dtype", "float32"], "float32"):
+        assert where_to_run(parse([*flags, "--device", "cpu", *more]), processes.SINGLE)[2] == dtype
+
+
 def test_the_gpu_of_an_apple_computer(monkeypatch, flags, capsys):
     """There is none here: what torch would be asked, and that no float64 and no bfloat16 gets there."""
     monkeypatch.setattr(torch.mps, "synchronize", waited := Mock())
