@@ -111,9 +111,7 @@ def ends(middle: float, drawn: np.ndarray, k: int) -> tuple[float, float]:
 def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[int, int], int]]:
     """The clusters of timed texts: the process that wrote each, and its prompt (of a queue its repeat; of a turn of a
     conversation the question, as turns depend on the answers before them)."""
-    return [
-        ((t.get("process", 0), t.get("rank", 0)), t.get("question", t.get("prompt", t["repeat"]))) for t in texts
-    ]
+    return [((t.get("process", 0), t.get("rank", 0)), t.get("question", t.get("prompt", t["repeat"]))) for t in texts]
 
 
 def speedup(

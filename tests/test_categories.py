@@ -187,7 +187,7 @@ def test_overall_is_over_questions_and_not_over_tasks():
 
 
 def test_turns_of_a_question_are_one_cluster_of_an_interval_and_each_is_paired_with_its_own():
-    turns = [(prompt, prompt // 2) for prompt in range(8)]  # 4 questions of 2 turns; the method is 2 and 4 times as fast
+    turns = [(prompt, prompt // 2) for prompt in range(8)]  # 4 questions, of which turns are 2 and 4 times as fast
     texts = [
         text(method, prompt, 8, 8 / speed, question=question)
         for prompt, question in turns
