@@ -114,7 +114,7 @@ def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, st
             raise UserError(f"{kind}; with several use cpu or leave it out")
         check_device(choice.draft_device)
     draft_device = choice.draft_device or device
-    dtype = choice.dtype or pick_dtype(device, choice.compile)
+    dtype = choice.dtype or pick_dtype(device, choice.compile and draft_device != "mps")
     if dtype == "bfloat16" and "mps" in (device, draft_device):
         raise UserError("mps does not support bfloat16: use --dtype float16 or float32")
     return device, draft_device, dtype, "float32" if measuring.lossless else choice.dtype or "float32"

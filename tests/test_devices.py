@@ -28,6 +28,9 @@ def test_kernels_read_bfloat16_on_a_cpu_that_does_not_compute_in_it(monkeypatch,
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     for more, dtype in ([], "float32"), (["--compile"], "bfloat16"), (["--compile", "--dtype", "float32"], "float32"):
         assert where_to_run(parse([*flags, "--device", "cpu", *more]), processes.SINGLE)[2] == dtype
+    monkeypatch.setattr(prepare, "check_device", lambda name: None)
+    beside_mps = parse([*flags, "--device", "cpu", "--draftDevice", "mps", "--compile"])
+    assert where_to_run(beside_mps, processes.SINGLE)[1:3] == ("mps", "float32")  # It has no bfloat16.
 
 
 def test_the_gpu_of_an_apple_computer(monkeypatch, flags, capsys):
