@@ -8,11 +8,11 @@ Importing torch and transformers takes seconds. So the flags are first read with
 import importlib
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from traceback import format_exception
 from types import ModuleType
 from typing import Any, cast
 
@@ -69,19 +69,24 @@ def run(script: str, flags: str) -> int:
     # On a busy machine the threads that wait for others yield. Windows does not say how busy it is.
     if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1):
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Libraries that are imported may rename a KeyboardInterrupt, and those in C++ abort.
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: (os.write(2, b"\nInterrupted.\n"), os._exit(130)))
     try:
         if code := answered(name, flags):
             return code
-        return runpy.run_path(script, run_name=Path(script).stem)["main"]()
-    except (KeyboardInterrupt, Exception) as error:
-        if "KeyboardInterrupt" in "".join(format_exception(error)):  # Libraries that are imported may rename it.
-            print("\nInterrupted.", file=sys.stderr)
-            return 130
-        if not isinstance(error, ModuleNotFoundError) or is_own(error.name or "test"):
+        main = runpy.run_path(script, run_name=Path(script).stem)["main"]
+        signal.signal(signal.SIGINT, before)
+        return main()
+    except ModuleNotFoundError as error:
+        if is_own(error.name or "test"):
             raise
         here = "run it with .venv/bin/python, which `make run` makes, or install requirements.txt"
         print(f"{name}: error: the module {error.name} is missing: {here}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def answered(name: str, flags: str) -> int:
