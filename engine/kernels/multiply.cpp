@@ -94,10 +94,87 @@ static void by_vectors(const Job<T>& job) {
 
 constexpr long NEAR = 32 << 10;  // Bytes that stay in the first cache beside the tokens.
 
-template <typename T, int M = MOST>
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int MOST_BF16 = 6;
+constexpr long CHUNK = 256, NEAR_BF16 = CHUNK * SIDE * 2;  // Inputs, and bytes of a block, that M tokens pass together.
+constexpr long AHEAD = 8192;  // Bytes from what is read to what is prefetched, into the second cache.
+
+// The job of M tokens where numbers of 16 bits are widened to be multiplied. x is widened once for all outputs. From 3
+// tokens on, one half of the outputs follows the other, so that a weight in registers serves more tokens.
+template <int M> static void by_halves(const Job<bf16>& job) {
+    constexpr int COUNT = M < 3 ? VECTORS : VECTORS / 2, SUMS = M * COUNT;
+    constexpr int WAYS = SUMS < 8 ? 2 : 1;  // Sums for each output, because one would wait for itself.
+    float x[M][CHUNK];
+    const uint32_t high = 0xffff0000;
+    for (long from = 0; from < job.in; from += CHUNK) {
+        const long count = std::min(CHUNK, job.in - from);
+        for (int m = 0; m < M; m++)
+            for (long i = 0; i < count; i++) {
+                uint32_t number = uint32_t(job.x[m * job.stride + from + i]) << 16;
+                std::memcpy(&x[m][i], &number, 4);
+            }
+        const char* part = (const char*)(job.block + from * SIDE);
+        const char* next = (const char*)job.block + job.ahead + from / 2 * job.pace;
+        for (int first = 0; first < VECTORS; first += COUNT) {
+            Floats acc[WAYS][M][COUNT] = {};
+            if (job.add || from)
+#pragma GCC unroll 6
+                for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                    for (int v = 0; v < COUNT; v++)
+                        acc[0][m][v] = loaded<Floats>(job.sums + m * job.apart + (first + v) * LANES);
+            for (long i = 0; i < count; i += 2) {
+                const char* here = part + i * SIDE * 2 + first * BYTES;
+                if (!job.ahead) {
+#pragma GCC unroll 2
+                    for (int line = 0; line < COUNT * BYTES; line += 64) __builtin_prefetch(here + AHEAD + line, 0, 2);
+                } else if (!first) __builtin_prefetch(next + i / 2 * job.pace);
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; half++) {
+                    Words w[COUNT];
+                    if constexpr (SUMS == 12) asm volatile("" ::: "memory");
+#pragma GCC unroll 4
+                    for (int v = 0; v < COUNT; v++) w[v] = loaded<Words>(here + v * BYTES);
+#pragma GCC unroll 4
+                    for (int v = 0; v < COUNT; v++) w[v] = half ? w[v] & high : w[v] << 16;
+#pragma GCC unroll 6
+                    for (int m = 0; m < M; m++) {
+                        auto& sums = acc[half % WAYS][m];
+                        Words y = spread(&x[m][i + half]);
+                        // -ffast-math would add up two products first, which takes more instructions and registers.
+#pragma GCC unroll 4
+                        for (int v = 0; v < COUNT; v++)
+                            sums[v] = (Floats)_mm256_fmadd_ps((__m256)w[v], (__m256)y, (__m256)sums[v]);
+                        // 12 sums leave room for one token: the compiler would read the next ones early.
+                        if constexpr (SUMS == 12) asm volatile("" : "+x"(sums[0]), "+x"(sums[1]) : : "memory");
+                    }
+                }
+            }
+#pragma GCC unroll 6
+            for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+                for (int v = 0; v < COUNT; v++) {
+                    float* sums = job.sums + m * job.apart + (first + v) * LANES;
+                    Floats sum = acc[0][m][v];
+                    if (WAYS == 2) sum += acc[WAYS - 1][m][v];
+                    std::memcpy(sums, &sum, BYTES);
+                }
+        }
+    }
+}
+#else
+constexpr int MOST_BF16 = MOST;
+constexpr long NEAR_BF16 = NEAR;
+
+template <int M> static void by_halves(const Job<bf16>& job) { by_vectors<M>(job); }
+#endif
+
+template <typename T, int M = sizeof(T) == 2 ? MOST_BF16 : MOST>
 static void vectors(const Job<T>& job) {
-    if (job.tokens == M) return by_vectors<M>(job);
-    if constexpr (M > 1) vectors<T, M - 1>(job);
+    if (job.tokens != M) {
+        if constexpr (M > 1) vectors<T, M - 1>(job);
+    } else if constexpr (sizeof(T) == 2) by_halves<M>(job);
+    else by_vectors<M>(job);
 }
 
 // In each lane a sum of products of four unsigned bytes w, of BITS bits, with four signed bytes at x.
@@ -354,5 +431,5 @@ static void done() {  // The operating system need not keep the tiles of this th
 extern const Multiply KIND = {NAME, MOST, TILED, MOST_OF_CODES, NEAR, FAR, vectors<float>, tiles, few_bits, done};
 #else
 static void done() {}
-extern const Multiply KIND = {NAME, MOST, MOST, MOST_OF_CODES, NEAR, NEAR, vectors<float>, vectors<bf16>, few_bits, done};
+extern const Multiply KIND = {NAME, MOST, MOST_BF16, MOST_OF_CODES, NEAR, NEAR_BF16, vectors<float>, vectors<bf16>, few_bits, done};
 #endif
