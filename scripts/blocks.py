@@ -37,6 +37,7 @@ from utils import UserError
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs of `python -m benchmark`
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
+AVX2 = "avx2-SmolLM2"
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
 BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
@@ -71,7 +72,9 @@ def printed(
     """
     parts, taken = [], False
     run, lines = records[name]
-    for piece in pieces_of_run(run, lines):
+    if name not in records.pieces:  # Their intervals take a second, and several blocks are of one record.
+        records.pieces[name] = list(pieces_of_run(run, lines))
+    for piece in records.pieces[name]:
         if isinstance(piece, Table):
             if taken := bool(re.match(titles, piece.title)):
                 if by:
@@ -355,6 +358,9 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
+    "avx2-scoring": partial(printed, AVX2, "Forwards"),
+    "avx2-best": partial(printed, AVX2, "Speed:", columns=OF_PLAIN, by="tokens/s"),
+    "avx2-self": partial(row_ratio, AVX2, "self", "target"),
     "round": partial(printed, PAIR, "A round"),
     "over-plain": partial(row_ratio, PAIR, "fixed", "target"),
     "over-plain-block": partial(row_ratio, PAIR, "block", "target"),

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from experiments.intervals import too_fast
 from experiments.runRecord import code_version
 from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
@@ -34,10 +36,8 @@ UNAIDED = (  # the methods of other programs that need no draft model
     "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,"
     "vllm:plain,vllm:lookup"
 )
-PLAIN = (
-    "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,generate:compiled,openvino:plain,openvino:int8,"
-    "ctranslate2,vllm:plain"
-)
+FAST = "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4"
+PLAIN = f"{FAST},generate:compiled,openvino:plain,openvino:int8,ctranslate2,vllm:plain"
 OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 5"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
@@ -46,6 +46,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
     "benchmark-SmolLM2": (f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {OF_128}", 5),
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
+    "avx2-SmolLM2": (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3 {OWN_COPY}", 1),
@@ -60,6 +61,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
         1,
     ),
 }
+CAPABILITY = {"avx2-SmolLM2": "AVX2"}  # of the processor, by torch: the record is measured on such a one alone
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -77,6 +79,7 @@ class Records:
         self.files = {file.stem: read_json(file) for file in sorted(self.folder.glob("*.json"))}
         runs = {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
         index = self.files.pop("index", {})
+        self.pieces: dict[str, list[Any]] = {}  # what was rendered of a record so far
         self.runs: dict[str, Run] = {name: runs[run] for name, run in index.items() if run in runs}
 
     def __getitem__(self, name: str) -> tuple[Any, list[Line]]:
@@ -222,7 +225,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
         args.folder.mkdir(exist_ok=True)
         failed = []
-        for name in args.name or filter(records.is_stale, MEASURED):
+        here = torch.backends.cpu.get_cpu_capability()
+        stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, here) == here]
+        for name in args.name or stale:
             try:
                 keep_record(root, name, args.folder)
             except UserError as error:  # The records after it are measured all the same.

@@ -64,6 +64,12 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     assert after.is_stale("first")
 
 
+def test_a_record_of_another_kind_of_processor_is_measured_if_it_is_named(keep, monkeypatch):
+    monkeypatch.setattr(keepRecord, "CAPABILITY", {"other": "an abacus"})
+    assert keep() == 0 and [command[2] for command in keep.commands] == ["--head"] * 2
+    assert keep("other") == 0 and keep.commands[2][2] == "--lossless"
+
+
 def test_a_record_that_cannot_be_kept_is_refused(copy, keep, monkeypatch, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/rounds.json").write_text("[]")
