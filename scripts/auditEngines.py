@@ -227,9 +227,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser("python -m scripts.auditEngines", __doc__)
     parser.add_argument("names", type=text, nargs="?", metavar="METHODS", help="as of --compare; all if none is named")
     parser.add_argument("--mistakes", action="store_true", help="find the planted mistakes")
-    parser.add_argument("--tokens", type=whole(1), default=100_000, metavar="N", help="of a cell (%(default)s)")
+    parser.add_argument("--tokens", type=whole(1), metavar="N", help="of a cell (8000), of a planted mistake (3200)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of its texts (%(default)s)")
     arguments = vars(parser.parse_args(argv))
+    arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
     return as_command("auditEngines", lambda: audit_engines(**arguments), "The cells that are done are kept.")
 
 
