@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +28,7 @@ from inputs.files import replace_file
 from inputs.texts import encode_chat
 from methods.catalogue import build
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
+from report.tables import Printer
 from utils import UserError
 
 PACE = 12.0  # tokens a second on a terminal: slow enough to follow, and about twice as fast as people read
@@ -107,7 +107,7 @@ class Screen:
         ends: Collection[int] = (),
         pace: float = 0,
     ) -> None:
-        self.tokenizer, self.ends, self.console = tokenizer, ends, Console(file=file, soft_wrap=True)
+        self.tokenizer, self.ends, self.console = tokenizer, ends, Printer(file=file, soft_wrap=True)
         self.colour = self.console.color_system is not None and not self.console.no_color
         self.pause = 1 / pace if pace and self.console.file.isatty() else 0.0  # seconds a token
         self.due = 0.0  # when the next round may be shown
@@ -216,7 +216,7 @@ class Chat:
         self.max_len = settings.sampling.max_len_of("show")
         self.context = min(model.context for model in models.values())
         self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self.console = Console(highlight=False, soft_wrap=True)
+        self.console = Printer(highlight=False, soft_wrap=True)
         self.questions, self.answers = list[str](), list[str]()
 
     def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:

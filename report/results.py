@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from numpy import nan_to_num
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from experiments import schema
@@ -29,7 +29,7 @@ from methods.catalogue import METHODS
 from report import losslessReport
 from report.runTables import batch_table, engine_table, speed_notes, speed_tables, step_tables, sweep_tables
 from report.sources import PERPLEXITY_NOTES, corpus_table, diversity_table, is_the_reports, text_table
-from report.tables import WIDTH, Table, median, name_of, plain
+from report.tables import WIDTH, Printer, Table, median, name_of, plain
 from utils import UserError
 
 NEWEST = 25  # runs that the index names
@@ -161,7 +161,7 @@ def headline(lines: Sequence[Line]) -> str:
 def show(run: RunLine, lines: Sequence[Line], **options: Any) -> None:
     """Print the report of a run: on the screen, or where the `options` of a `rich` console say."""
     pieces = list(pieces_of_run(run, lines))
-    console = Console(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
+    console = Printer(width=WIDTH, markup=False, emoji=False, highlight=False, **options)
     for piece in pieces:
         console.print(piece)
 

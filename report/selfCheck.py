@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from benchmark.steps import forward_lines, times
 from engine.cachedModel import CachedModel
@@ -22,7 +21,7 @@ from inputs.models import DTYPES, working_bytes
 from inputs.progress import Bar
 from inputs.randomModels import config_of, random_model, weight_count
 from methods.catalogue import build
-from report.tables import Cell, Table, name_of
+from report.tables import Cell, Printer, Table, name_of
 from utils import GREEDY
 
 PAIR = "pythia-70m", "pythia-2.8b"  # the shapes whose memory is computed
@@ -36,7 +35,7 @@ def self_check(device: str | None) -> int:
     was compiled and every step captured; else 1."""
     flags = f"--lossless {CHECKED} --temperature 0 --dtype float32 {BUNDLED} --maxLen {LENGTH}".split()
     inputs = load_inputs(parse([*flags, "--prompt", TEXT, *(["--device", device] if device else [])]))
-    console, device = Console(width=100, highlight=False, markup=False), inputs.device
+    console, device = Printer(width=100, highlight=False, markup=False), inputs.device
     for sentence in about(device):
         console.print(sentence)
     table, faults = check_methods(inputs)

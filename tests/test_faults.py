@@ -270,12 +270,14 @@ def test_a_screen_that_is_none_or_a_full_disk_costs_no_result(run, tmp_path, cap
     assert "target alone" in (tmp_path / "full" / "results.txt").read_text()
 
 
-def test_a_reader_that_has_gone_is_no_traceback():
+@pytest.mark.parametrize("write", ["print", "Printer().print"])
+def test_a_reader_that_has_gone_is_no_traceback(write):
     """As with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
-    work = "as_command('test.py', lambda: print('x' * 200_000), '')"
-    command = [sys.executable, "-c", f"from inputs.commandLine import as_command; raise SystemExit({work})"]
+    imports = "from inputs.commandLine import as_command; from report.tables import Printer"
+    work = f"as_command('test.py', lambda: {write}('words ' * 2_000), '')"
+    command = [sys.executable, "-c", f"{imports}; raise SystemExit({work})"]
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
