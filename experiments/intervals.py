@@ -64,7 +64,7 @@ def interval(
     repeats = defaultdict[Any, list[float]](list)
     for shared, value in zip(zip(*kinds), array.tolist()):
         repeats[shared].append(value)
-    averaged = tuple(float(statistic(of)) for of in repeats.values())
+    averaged = tuple(of[0] if len(of) == 1 else float(statistic(of)) for of in repeats.values())
     middle = float(statistic(averaged))
     if len(array) < 2:
         return Range(middle, float("nan"), float("nan"))

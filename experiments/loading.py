@@ -187,13 +187,15 @@ class Inputs:
         if are_all and any(METHODS[name].engine == "generate" for name in measuring.names):
             # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
+        start = time.perf_counter()
         if compiles:
             models["target"] = compiled(models["target"])
+        packing = time.perf_counter() - start
         if "self" in models and self.settings.models.bits is None:
             self.choose_bits(models, compiles)
         if not compiles:
             return models
-        start, target = time.perf_counter(), models["target"]
+        start, target = time.perf_counter() - packing, models["target"]
         once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
         by_id = {key: compiled(m, target if m.cache_of or m.features_of else None) for key, m in once.items()}
         models = {role: by_id[id(model)] for role, model in models.items()}

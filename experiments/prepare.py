@@ -64,7 +64,8 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
         questions=questions,
     )
     # The texts in tokens, which must fit into the models' contexts.
-    limits = [models.model_limits(folder, tokenizer) for folder in folders.values()]
+    reads = [folder for role, folder in folders.items() if role != "draft" or translation is None]
+    limits = [models.model_limits(folder, tokenizer) for folder in reads]
     encode_prompts(inputs, named, corpora)
     slots = tokens_of_batch(inputs, limits)
     if translation is not None:  # The draft reads the same prompts in its own tokens.

@@ -16,6 +16,7 @@ from dataclasses import Field, field, fields
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, NoReturn
 
 from utils import UserError, out_of_memory
@@ -184,13 +185,13 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
         return code or 0
     except UserError as error:
         message = str(error)
-    except KeyboardInterrupt:
-        print(f"\nInterrupted. {kept}", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout once more as it exits.
         return 141
-    except Exception as error:
+    except (KeyboardInterrupt, Exception) as error:
+        if "KeyboardInterrupt" in "".join(format_exception(error)):  # A library that is imported may rename it.
+            print(f"\nInterrupted. {kept}", file=sys.stderr)
+            return 130
         if out_of_memory(error):
             message = f"out of memory; {smaller}, or close other programs. {kept}"
         elif isinstance(error, OSError):

@@ -230,8 +230,9 @@ def test_greedy_speculative_tokens_are_the_targets_whatever_the_draft_guesses(ru
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory):
-    """A folder with a random GPT-2 whose tokenizer is of another kind than the tiny pair's, and knows only letters."""
-    folder, tokenizer = tmp_path_factory.mktemp("foreign"), tokenizerKinds.sentence_piece(340)
+    """A folder with a random GPT-2 whose tokenizer is another than the tiny pair's, and knows fewer tokens."""
+    folder, tokenizer = tmp_path_factory.mktemp("foreign"), tokenizerKinds.byte_level(270)
+    tokenizer.add_tokens("<another>")
     helpers.tiny("gpt2", 5, len(tokenizer), 1, context=CONTEXT).model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -250,6 +251,7 @@ def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(run, flags, fo
     inputs = load_inputs(settings.parse([*flags, "--speed", "--draft", str(foreign)]), SINGLE)
     models = inputs.load("float32")  # The output layer of what guesses is cut, not that of the draft alone.
     tokens = {role: model.score(torch.tensor([[1, 2]])).isfinite().sum() // 2 for role, model in models.items()}
+    assert max(map(max, inputs.rows)) > 270  # The target's tokens are not the draft's.
     assert tokens["restricted"] == len(inputs.translation.draft) < tokens["draft"]
 
 

@@ -386,3 +386,8 @@ def test_an_error_is_one_line_and_what_is_no_users_error_is_not_hidden(capsys):
     assert capsys.readouterr().err == "x.py: error: a name of two lines\n"
     with pytest.raises(ZeroDivisionError):
         as_command("x.py", lambda: stops(ZeroDivisionError()), "")
+    capsys.readouterr()
+    renamed = RuntimeError("cannot import")
+    renamed.__cause__ = KeyboardInterrupt()  # as a library does that is imported late
+    assert as_command("x.py", lambda: stops(renamed), "All is kept.") == 130
+    assert capsys.readouterr().err == "\nInterrupted. All is kept.\n"

@@ -116,12 +116,14 @@ struct Rounded {
 // the second cache for all jobs.
 static inline void through_codes(const Multiply& kernel, const Rounded& rounded, const Linear& layer, long first, long last,
                                  long tokens, long jobs, Sums* sums) {
-    const long groups = layer.groups(), in = groups * layer.group();
-    for (long b = first; b < last; b++)
+    const long groups = layer.groups(), group = layer.group(), in = groups * group, bits = layer.bits();
+    const long bytes = layer.block_bytes();
+    const char* block = layer.block(first);
+    for (long b = first; b < last; b++, block += bytes)
         for (long job = 0; job < jobs; job++) {
             long m = tokens * job / jobs;
             kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * in, rounded.groups.data() + m * groups,
-                          layer.block(b), in, layer.group(), layer.bits(), sums[(b - first) * tokens + m].of});
+                          block, in, group, bits, sums[(b - first) * tokens + m].of});
         }
 }
 
