@@ -1,12 +1,13 @@
-"""`Bar` and `followed`: progress bars."""
+"""What a terminal shows: `Bar` and `followed`, progress bars, and `Printer`, a console."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
+from rich.console import Console
 from tqdm import tqdm
 
 T = TypeVar("T")
@@ -27,3 +28,10 @@ class Bar(tqdm):
 def followed(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The items, with a `Bar` that advances when the next one is requested."""
     return iter(Bar(what, total, items=items))
+
+
+class Printer(Console):
+    """A console that raises BrokenPipeError, as `print` does, if nobody reads it any longer: rich exits with 1 then."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        raise BrokenPipeError

@@ -25,10 +25,10 @@ from experiments.loading import Inputs
 from experiments.runRecord import run_record
 from inputs.commandLine import visible
 from inputs.files import replace_file
+from inputs.progress import Printer
 from inputs.texts import encode_chat
 from methods.catalogue import build
 from playback.trace import KINDS, Pieces, Round, Trace, Turn, decoded_rounds, summary
-from report.tables import Printer
 from utils import UserError
 
 PACE = 12.0  # tokens a second on a terminal: slow enough to follow, and about twice as fast as people read

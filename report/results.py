@@ -25,11 +25,12 @@ from experiments.runRecord import strained
 from experiments.schema import Line, Run, RunLine, of_kind
 from inputs.commandLine import counted, visible
 from inputs.files import replace_file
+from inputs.progress import Printer
 from methods.catalogue import METHODS
 from report import losslessReport
 from report.runTables import batch_table, engine_table, speed_notes, speed_tables, step_tables, sweep_tables
 from report.sources import PERPLEXITY_NOTES, corpus_table, diversity_table, is_the_reports, text_table
-from report.tables import WIDTH, Printer, Table, median, name_of, plain
+from report.tables import WIDTH, Table, median, name_of, plain
 from utils import UserError
 
 NEWEST = 25  # runs that the index names

@@ -18,10 +18,10 @@ from experiments.settings import parse
 from inputs.devices import available_memory, pick_dtype
 from inputs.files import gigabytes
 from inputs.models import DTYPES, working_bytes
-from inputs.progress import Bar
+from inputs.progress import Bar, Printer
 from inputs.randomModels import config_of, random_model, weight_count
 from methods.catalogue import build
-from report.tables import Cell, Printer, Table, name_of
+from report.tables import Cell, Table, name_of
 from utils import GREEDY
 
 PAIR = "pythia-70m", "pythia-2.8b"  # the shapes whose memory is computed

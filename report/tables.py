@@ -4,11 +4,11 @@ documentation."""
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NoReturn, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -24,13 +24,6 @@ NAMES = {
     "mid": "mid alone",
     "speculativeContrastive": "spec. contrastive",
 }
-
-
-class Printer(Console):
-    """A console that raises BrokenPipeError, as `print` does, if nobody reads it any longer: rich exits with 1 then."""
-
-    def on_broken_pipe(self) -> NoReturn:
-        raise BrokenPipeError
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,7 @@ def test_a_reader_that_has_gone_is_no_traceback(write):
     """As with `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
-    imports = "from inputs.commandLine import as_command; from report.tables import Printer"
+    imports = "from inputs.commandLine import as_command; from inputs.progress import Printer"
     work = f"as_command('test.py', lambda: {write}('words ' * 2_000), '')"
     command = [sys.executable, "-c", f"{imports}; raise SystemExit({work})"]
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE)
