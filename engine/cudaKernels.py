@@ -1,7 +1,7 @@
 """`sample`: the filters of a distribution and the draw of a token, in one Triton kernel a row.
 
 `utils.probabilities` and `utils.pick` define the result. The kernel does not sort: what top-k and top-p keep is decided
-by the least logit, or the least probability, that is kept, and that number is bisected over its bits.
+by the least logit, or the least probability, that is kept, and that number is found by its bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from utils import Sampling
 
-BLOCK = 1 << 14  # logits of a row that are in registers at once
+BLOCK = 1 << 13  # logits of a row that are in registers at once: 8 in each thread, of which there are 1024 at most
 # Probabilities are summed as integers, in units of UNIT: the sums are exact in any order, and never fall.
 ONE, UNIT = tl.constexpr(2.0**48), tl.constexpr(2.0**-48)
 TOP_BIT = tl.constexpr(1 << 31)
@@ -25,21 +25,36 @@ def least_kept(
     values: tl.tensor, size: tl.tensor, share: tl.tensor, COUNTS: tl.constexpr, BLOCK: tl.constexpr
 ) -> tl.tensor:
     """The largest t for which `share` or more of `values[size]` are >= t: as many of them if COUNTS, else that much of
-    their sum. nan if all of them are too few."""
+    their sum. nan if all of them are too few.
+
+    Two bits of t are found in each pass. Sums of floats are in a fixed order, so they are the same in each run, and
+    they never fall where a number is added, since rounding never does.
+    """
     at = tl.arange(0, BLOCK)
-    least, step = tl.full((), -TOP_BIT, tl.int64), tl.full((), TOP_BIT, tl.int64)
-    for _ in range(32):
-        weights = tl.zeros((BLOCK,), tl.int64)
+    least, step = tl.full((), -TOP_BIT, tl.int64), tl.full((), TOP_BIT >> 1, tl.int64)
+    for _ in range(16):
+        zeros = tl.zeros((BLOCK,), tl.int32 if COUNTS else tl.float32)
+        few, some, many = zeros, zeros, zeros  # at or above least + 3 steps, 2 steps, and 1 step
+        low, middle, high = (
+            (least + step).to(tl.int32),
+            (least + 2 * step).to(tl.int32),
+            (least + 3 * step).to(tl.int32),
+        )
         for first in range(0, size, BLOCK):
-            x = tl.load(values + first + at, mask=first + at < size, other=0.0)
+            is_value = first + at < size
+            x = tl.load(values + first + at, mask=is_value, other=0.0)
             bits = x.to(tl.int32, bitcast=True)
             order = bits ^ ((bits >> 31) & OTHER_BITS)  # Integers in the order of the floats.
-            weight = tl.full((BLOCK,), 1, tl.int64) if COUNTS else (x * ONE).to(tl.int64)
-            weights += tl.where((order >= least + step) & (first + at < size), weight, 0)
-        weight = tl.sum(weights, 0)
-        enough = weight >= share if COUNTS else weight.to(tl.float32) * UNIT >= share
-        least = tl.where(enough, least + step, least)
-        step = step >> 1
+            weight = is_value.to(tl.int32) if COUNTS else x
+            few += tl.where(order >= high, weight, 0)
+            some += tl.where(order >= middle, weight, 0)
+            many += tl.where(order >= low, weight, 0)
+        least += step * (
+            (tl.sum(few, 0) >= share).to(tl.int64)
+            + (tl.sum(some, 0) >= share).to(tl.int64)
+            + (tl.sum(many, 0) >= share).to(tl.int64)
+        )
+        step = step >> 2
     bits = least.to(tl.int32)
     return (bits ^ ((bits >> 31) & OTHER_BITS)).to(tl.float32, bitcast=True)
 
@@ -179,6 +194,6 @@ def sample(logits: Tensor, sampling: Sampling, u: Tensor | None = None) -> tuple
                 TOP_P=sampling.top_p < 1,
                 DRAW=u is not None,
                 BLOCK=block,
-                num_warps=max(4, min(32, block // 512)),
+                num_warps=min(32, max(4, block // 256)),
             )
     return tokens.view(logits.shape[:-1]), probs.view(logits.shape)

@@ -9,6 +9,7 @@ needs new graphs.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from decoding.model import Model
 from decoding.tree import Places
 from engine.cachedModel import CachedModel
 from engine.gate import TOLERANCE
+from engine.kvCache import SlotCache, SlotLayer
 from utils import Sampling, out_of_memory, penalised, upload
 
 CHUNK = 64  # Capacities and the tokens of a prompt are rounded up to multiples of this, so that few graphs serve all.
@@ -33,6 +35,17 @@ SHAPES = 256  # for which a forward is compiled at most, of all models together
 MOST = 1024  # Reading more tokens than this should take a GPU longer than the host needs to launch the kernels.
 
 Step = Callable[..., Any]  # step(model, *inputs): tensors, or nothing, from the inputs and the model's cache
+
+
+def layer_forward(layer: nn.Module, *args: Any, **options: Any) -> Any:
+    """A decoder layer's own forward, to be compiled for all layers of its class."""
+    return type(layer).forward(layer, *args, **options)
+
+
+def with_slots(forward: Callable[..., Any], cache: SlotCache, slots: SlotLayer, *args: Any, **options: Any) -> Any:
+    """The forward of a layer, given its slots where it is given the whole cache."""
+    own = {name: slots if x is cache else x for name, x in options.items()}
+    return forward(*(slots if x is cache else x for x in args), **own)
 
 
 class CudaModel(CachedModel):
@@ -95,6 +108,8 @@ class CudaModel(CachedModel):
                 self.refused.add(step.__name__)
                 FAILED.append(graph)
                 del POOLS[self.device]  # To torch's allocator, its last capture has not ended.
+                for generator in torch.cuda.default_generators:  # Nor to these.
+                    generator.graphsafe_set_state(generator.clone_state())
                 reason = " ".join(str(error.__context__ or error).split())[:200]
                 print(f"{self.name}: the step {step.__name__} stays eager: no CUDA graph ({reason})", file=sys.stderr)
             finally:
@@ -103,13 +118,15 @@ class CudaModel(CachedModel):
         return first
 
     def compile(self, step: Step, inputs: Sequence[Any]) -> Any:
-        """Compile the forward for a step by computing it once more, in the same slots. Returns the result of the
+        """Compile the decoder layers for a step by computing it once more, in the same slots. Returns the result of the
         compiled run: the slots now hold its keys and values, which may differ from the eager run's by rounding, and so
         may drawn tokens."""
         try:
-            fused = torch.compile(self.model, fullgraph=True)
+            fused = partial(self.by_layers, torch.compile(layer_forward, fullgraph=True))
             self.fused = partial(self.compared, fused)
-            with torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES):
+            limits = torch._dynamo.config.patch(recompile_limit=SHAPES, accumulated_recompile_limit=SHAPES)
+            with limits, warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "TensorFloat32")  # It would round products in float32.
                 result = step(self, *inputs)
             self.fused = fused
             return result
@@ -120,12 +137,32 @@ class CudaModel(CachedModel):
             print(f"{self.name}: {words} ({reason})", file=sys.stderr)
             return step(self, *inputs)  # What failed may have written something else.
 
+    def by_layers(self, fused: Callable[..., Any], **inputs: Any) -> Any:
+        """The outputs of the model, its decoder layers computed by `fused`, a `layer_forward`. Each is given its own
+        slots, so that one compilation serves all: the whole model would take as many times as long."""
+        assert self.cache is not None
+        count = len(self.cache.layers)
+        lists = (module for module in self.model.modules() if isinstance(module, nn.ModuleList))
+        layers = next((list(modules) for modules in lists if len(modules) == count), list[nn.Module]())
+        if not layers or any("forward" in vars(layer) for layer in layers):
+            raise RuntimeError(f"it has no list of {count} layers that compute what their class says")
+        try:
+            for layer, slots in zip(layers, self.cache.layers):
+                layer.forward = partial(with_slots, partial(fused, layer), self.cache, slots)
+            return self.model(**inputs)
+        finally:
+            for layer in layers:
+                vars(layer).pop("forward", None)
+
     def compared(self, fused: Callable[..., Any], **inputs: Any) -> Any:
-        """The outputs of the compiled forward. Raises RuntimeError if they are not the model's."""
-        wanted, outputs = self.model(**inputs), fused(**inputs)
+        """The outputs of the compiled forward. Raises RuntimeError if they are not the model's. Which of two tokens
+        stays in a slot that both are written to is not defined; their logits are never used (`Rows.positions`)."""
+        assert self.cache is not None
+        wanted, outputs, slots = self.model(**inputs), fused(**inputs), self.cache.at.slots
+        is_alone = ((slots[:, :, None] == slots[:, None]).sum(-1) == 1)[..., None]
         # A restricted output layer gives -inf.
-        exact, ours = (results.logits.float().nan_to_num(neginf=0) for results in (wanted, outputs))
-        if not (ours - exact).norm() < TOLERANCE.get(self.dtype, 0.1) * exact.norm():
+        exact, ours = (results.logits.float().nan_to_num(neginf=0) * is_alone for results in (wanted, outputs))
+        if not (ours - exact).norm() <= TOLERANCE.get(self.dtype, 0.1) * exact.norm():
             raise RuntimeError("compiled, it computes something else")
         return outputs
 

@@ -37,48 +37,76 @@ SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 
+@dataclass
+class Address:
+    """Where the next tokens go: to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
+    Attention sees the first `reach` slots, as its mask must."""
+
+    slots: Tensor
+    reach: int
+    first: int = 0
+
+
+class SlotLayer(StaticLayer):
+    """The slots of one layer, keys and values `[rows, heads, capacity, d]`. They are written where `address` says.
+
+    A compiled layer is given this instead of the whole cache, so that its code is that of all layers.
+    """
+
+    def __init__(self, rows: int, capacity: int, dtype: torch.dtype, address: Address) -> None:
+        super().__init__(capacity)
+        self.rows, self.dtype, self.address = rows, dtype, address
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """All rows are allocated, however many are written first. No address is marked as static, as transformers does:
+        code would be compiled anew for each cache and each layer."""
+        self.keys, self.values = (
+            x.new_zeros(self.rows, x.shape[1], self.max_cache_len, x.shape[3], dtype=self.dtype)
+            for x in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write states `[B, heads, n, d]` to the slots `[B, n]`, and return the first `reach` slots of these rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slots = self.address.slots.to(self.keys.device)  # A model may span several devices.
+        written = []
+        for states, x in (self.keys, key_states.to(self.dtype)), (self.values, value_states.to(self.dtype)):
+            states = states[self.address.first : self.address.first + len(x)]
+            if torch.compiler.is_compiling():  # Inductor writes this in place, and copies the whole cache to scatter.
+                states[torch.arange(len(x), device=x.device)[:, None], :, slots] = x.transpose(1, 2)
+            else:
+                states.scatter_(2, slots[:, None, :, None].expand_as(x), x)
+            written.append(states[:, :, : self.address.reach])
+        return written[0], written[1]
+
+    def get_seq_length(self, *args: object) -> int:
+        """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
+        Positions and masks come with every call, and are never derived from it."""
+        return max(self.address.reach - self.address.slots.shape[-1], 0)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The slots that attention sees, and the first of them."""
+        return self.address.reach, 0
+
+
 class SlotCache(Cache):
-    """`capacity` slots for each of `rows` rows, `[rows, heads, capacity, d]` in each of `layers` layers, in `dtype`.
+    """`capacity` slots for each of `rows` rows, in `dtype`, in each of `layers` layers.
 
     Before each forward of n tokens, `address` says where they go. Memory is allocated at the first forward.
     """
 
     def __init__(self, layers: int, rows: int, capacity: int, dtype: torch.dtype) -> None:
-        super().__init__(layers=[StaticLayer(capacity) for _ in range(layers)])
         self.rows, self.capacity, self.dtype = rows, capacity, dtype
-        self.address(torch.empty(rows, 0))
+        self.at = Address(torch.empty(rows, 0), capacity)
+        super().__init__(layers=[SlotLayer(rows, capacity, dtype, self.at) for _ in range(layers)])
 
     def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
-        """The next tokens go to `slots` (int64 `[B, n]`, on the model's device) of the B rows from `first` on.
-        Attention sees the first `reach` slots (None: all), as its mask must."""
-        self.slots, self.reach, self.first = slots, self.capacity if reach is None else reach, first
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write states `[B, heads, n, d]` to the slots `[B, n]`, and return the first `reach` slots of these rows."""
-        layer, new = self.layers[layer_idx], (key_states.to(self.dtype), value_states.to(self.dtype))
-        if not layer.is_initialized:  # All rows are allocated, however many are written first.
-            layer.lazy_initialization(*(states[:1].expand(self.rows, -1, -1, -1) for states in new))
-        slots = self.slots.to(layer.keys.device)  # A model may span several devices.
-        written = []
-        for states, x in zip((layer.keys, layer.values), new):
-            states = states[self.first : self.first + len(x)]
-            if torch.compiler.is_compiling():  # Inductor writes this in place, and copies the whole cache to scatter.
-                states[torch.arange(len(x), device=x.device)[:, None], :, slots] = x.transpose(1, 2)
-            else:
-                states.scatter_(2, slots[:, None, :, None].expand_as(x), x)
-            written.append(states[:, :, : self.reach])
-        return written[0], written[1]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """The slots before a block of which attention sees `reach`: from this, alibi knows how many keys there are.
-        Positions and masks come with every call, and are never derived from it."""
-        return max(self.reach - self.slots.shape[-1], 0)
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """The slots that attention sees, and the first of them."""
-        return self.reach, 0
+        """See `Address`. reach: None: all slots."""
+        self.at.slots, self.at.reach, self.at.first = slots, self.capacity if reach is None else reach, first
 
     def states(self) -> Iterator[Tensor]:
         """The keys and values of all layers that have some: some layers read those of earlier ones."""

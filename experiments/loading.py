@@ -200,7 +200,8 @@ class Inputs:
         by_id = {key: compiled(m, target if m.cache_of or m.features_of else None) for key, m in once.items()}
         models = {role: by_id[id(model)] for role, model in models.items()}
         if all(map(is_compiled, models.values())):
-            print(f"Compiled in {time.perf_counter() - start:.1f} s, {dtype}.")
+            spent = f"Compiled in {time.perf_counter() - start:.1f} s, {dtype}."
+            print("Each step is compiled at its first use." if target.device.type == "cuda" else spent)
         return models
 
     def choose_bits(self, models: LoadedModels, compiles: bool) -> None:

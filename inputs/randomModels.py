@@ -7,6 +7,7 @@ import shutil
 
 import torch
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding
 
 from inputs import files
 from inputs.commandLine import did_you_mean
@@ -73,13 +74,14 @@ def config_of(shape: str) -> GPTNeoXConfig:
     )
 
 
-def random_model(shape: str, dtype: torch.dtype = torch.bfloat16) -> GPTNeoXForCausalLM:
-    """A GPT-NeoX model of `shape` with random weights."""
+def random_model(shape: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> GPTNeoXForCausalLM:
+    """A GPT-NeoX model of `shape` with random weights, which `device` draws."""
     config = config_of(shape)
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(dtype)
-    model = model.to_empty(device="cpu").eval().requires_grad_(False)
-    generator = torch.Generator().manual_seed(0)
+    model = model.to_empty(device=device).eval().requires_grad_(False)
+    model.gpt_neox.rotary_emb = GPTNeoXRotaryEmbedding(config).to(device)  # Its buffers are no parameters.
+    generator = torch.Generator(device).manual_seed(0)
     weights = list(model.named_parameters())
     for key, weight in followed(weights, f"making random:{shape}", len(weights)):
         if weight.dim() > 1:

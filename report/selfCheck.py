@@ -61,7 +61,7 @@ def about(device: str) -> Iterator[str]:
             fits = f"of which {gigabytes(needed - free)} stay in the CPU's memory"
         yield f"{use.capitalize()} of {PAIR[1]} with {PAIR[0]} needs {gigabytes(needed)} in {name}, {fits}."
     shape = "pythia-1.4b" if on_gpu else "pythia-160m"
-    model = CachedModel(random_model(shape, DTYPES[dtype]).to(device), name=f"random:{shape}")
+    model = CachedModel(random_model(shape, DTYPES[dtype], device), name=f"random:{shape}")
     for engine in "eager", "compiled":
         lines = forward_lines({"target": model}, lambda steps: times(steps, device), widths=[1])
         rate = {(line["what"], line["role"]): line["bytes"] / np.median(line["seconds"]) / 1e9 for line in lines}

@@ -3,8 +3,8 @@
     make kernels     (it needs Triton: pip install triton)
 
 Captured: the operators of the graphs on the software device, each with the kernels that ATen's sources launch for it.
-Compiled: a forward by the kernels and the calls of libraries in the code that Inductor writes for a CUDA device, which
-is never run; filters and draw by one kernel. Beside: copies and kernels between the graphs. Layers are narrow: how many
+Compiled: a layer by the kernels and the calls of libraries in the code that Inductor writes for a CUDA device, which is
+not run; filters and draw by one kernel. Beside: copies and kernels between the graphs. Layers are narrow: how many
 kernels there are does not depend on their widths. Speeds follow by arithmetic from these counts and the bytes that are
 read, with what CARDS, READ, KERNEL and ALPHA assume.
 """
@@ -28,9 +28,9 @@ from transformers import AttentionInterface, GPTNeoXConfig, GPTNeoXForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from engine import kvCache
-from engine.cachedModel import CachedModel, Ungated
+from engine.cachedModel import CachedModel
 from engine.compiling import compiled
-from engine.cudaModel import CudaModel
+from engine.cudaModel import CudaModel, layer_forward
 from experiments.runRecord import origin
 from inputs.randomModels import SHAPES, VOCABULARY
 from methods.drafters import ModelDrafter
@@ -81,9 +81,9 @@ def formulas(model, logits, sampling, seen, u=None):
 
 
 def captured():
-    """{a graph of PLAIN, TARGET or DRAFT: (its kernels, those beside its forwards and draws, its forwards, its draws)},
-    and how many kernels there are outside of graphs in a step of plain decoding, and in a round."""
-    inside, outside = [], []  # (graph, kernels, what) of its forwards and draws; kernels of each step
+    """{a graph of PLAIN, TARGET or DRAFT: (its kernels, those beside layers and draws, its layers, its draws)}, and how
+    many kernels there are outside of graphs in a step of plain decoding, and in a round."""
+    inside, outside = [], []  # (graph, kernels, what) of its layers and draws; kernels of each step
 
     def tape(graph):
         return [kernels_of(operator, args, result) for operator, args, _, result in graph.tape] if graph else []
@@ -107,7 +107,7 @@ def captured():
         outside.append(0)
 
     with softwareCuda.machine(), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "compile", lambda model, **options: marked("forward", model)))
+        stack.enter_context(mock.patch.object(torch, "compile", lambda forward, **options: marked("layer", forward)))
         stack.enter_context(mock.patch.object(CudaModel, "by_kernel", marked("draw", formulas)))
         stack.enter_context(mock.patch.object(softwareCuda, "perform", partial(perform, softwareCuda.perform)))
         step_ends()
@@ -130,7 +130,7 @@ def captured():
         for (step, _, shape, *_), graph in model.graphs.items():
             parts, whats = zip(*[(kernels, what) for of, kernels, what in inside if of is graph.graph] or [(0, "")])
             whole = sum(tape(graph.graph))
-            row = whole, whole - sum(parts), whats.count("forward"), whats.count("draw")
+            row = whole, whole - sum(parts), whats.count("layer"), whats.count("draw")
             graphs[role, step, shape[1]] = max(row, graphs.get((role, step, shape[1]), row))  # as many draws as guesses
     return graphs, between
 
@@ -194,17 +194,18 @@ def attention(query, key, value, attn_mask, dropout_p=0.0, scale=None, is_causal
     return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, False, scale=scale)[0]
 
 
-def joined(layers, n):
-    """Kernels, and calls of libraries, of a forward of n tokens in Inductor's code."""
-    model, tokens, positions = Ungated(narrow(layers), SOME), torch.zeros(1, n).long(), torch.arange(n)[None]
+def joined(n):
+    """Kernels, and calls of libraries, of a layer's forward of n tokens in Inductor's code."""
+    model, tokens, positions = CudaModel(narrow(1), SOME), torch.zeros(1, n).long(), torch.arange(n)[None]
     model.reads_filled, model.cache_dtype = False, torch.bfloat16  # as on CUDA
-    model.reserve(1, 320)
-    model.forward(tokens, positions)  # It allocates the cache.
+    CachedModel.reserve(model, 1, 320)
+    CachedModel.forward(model, tokens, positions)  # It allocates the cache.
     backend = partial(compile_fx.compile_fx, inner_compile=on_cuda)
-    model.network = lambda tokens: torch.compile(model.model, fullgraph=True, dynamic=False, backend=backend)
+    fused = torch.compile(layer_forward, fullgraph=True, dynamic=False, backend=backend)
+    model.network = lambda tokens: partial(model.by_layers, fused)
     with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
         try:
-            model.forward(tokens, positions)
+            CachedModel.forward(model, tokens, positions)
         except Written as code:
             calls = str(code).partition("def call(")[2].partition("def get_args(")[0]
             return len(re.findall(r"\w+\.run\(|extern_kernels\.\w+\(|torch\.ops\.[\w.]+\(", calls))
@@ -217,12 +218,11 @@ def counted():
     AttentionMaskInterface.register(kvCache.SDPA, partial(kvCache.mask_over_slots, eager_mask))
     graphs, (beside_step, beside_round) = captured()
     layers = {role: SHAPES[name][1] for role, name in PAIR.items()}
-    few, more = ({n: joined(layers, n) for n in (1, 2, GAMMA + 1)} for layers in (2, 4))
+    of = {n: joined(n) for n in (1, 2, GAMMA + 1)}
 
     def fused(role, step, n):
-        _, rest, forwards, draws = graphs[role, step, n]
-        of = {n: more[n] + (layers[role] - 4) * (more[n] - few[n]) // 2 for n in few}
-        return rest + of[n] + (forwards - 1) * of[1] + draws
+        _, rest, computed, draws = graphs[role, step, n]
+        return rest + layers[role] * of[n] + (computed - layers[role]) * of[1] + draws
 
     engines = {"captured": lambda *key: graphs[key][0], "compiled, then captured": fused}
     return {

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from functools import partial
 
 import helpers
 import pytest
@@ -14,6 +15,7 @@ from decoding.rows import Rows
 from decoding.tree import Places
 from engine import kvCache
 from engine.cachedModel import CachedModel, UncachedModel
+from engine.cudaModel import CudaModel, layer_forward
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
 from specSampling import specSampling
@@ -185,19 +187,21 @@ def test_attention_reads_the_filled_slots_in_float32_on_a_cpu(monkeypatch, dtype
 )
 @torch.inference_mode()
 def test_a_forward_compiles_without_breaks(backend):
-    """As a GPU's engine asks for. The shapes of rounds, and a new KV cache, are symbols in the end: they need few
-    compilations."""
+    """As a GPU's engine asks for. One compilation serves all layers. The shapes of rounds, and a new KV cache, are
+    symbols in the end: they need few compilations."""
     torch._dynamo.reset()  # Compilations for other tests count against its limit.
     counter = CompileCounterWithBackend(backend)
-    eager, model = helpers.tiny(), helpers.tiny()
-    model.network = lambda tokens: torch.compile(model.model, fullgraph=True, backend=counter)
+    eager, model = helpers.tiny(layers=6), helpers.tiny(layers=6)
+    model = CudaModel(model.model, model.vocabulary)
+    fused = torch.compile(layer_forward, fullgraph=True, backend=counter)
+    model.network = lambda tokens: partial(model.by_layers, fused)
     tokens = torch.tensor([[5, 9, 2, 11, 30, 7, 1]])
     for capacity in 64, 128:
         for each in eager, model:
             each.reads_filled = False  # as on a GPU
-            each.reserve(1, capacity)
+            CachedModel.reserve(each, 1, capacity)
         for first, n in (0, 7), (7, 1), (8, 5), (9, 2), (11, 3), (14, 4), (18, 1):
             positions = torch.arange(first, first + n)[None]
-            wanted, found = (each.forward(tokens[:, :n], positions) for each in (eager, model))
+            wanted, found = (CachedModel.forward(each, tokens[:, :n], positions) for each in (eager, model))
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     assert 0 < counter.frame_count < 9

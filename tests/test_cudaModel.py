@@ -18,6 +18,7 @@ from decoding.rows import Rows
 from decoding.verification import RULES, token_rule
 from engine import cudaModel
 from engine.cudaModel import CudaModel, no_captures
+from engine.kvCache import SlotLayer
 from engine.sharedWeights import RestrictedModel
 from experiments.speed import time_texts
 from methods.catalogue import build
@@ -226,12 +227,12 @@ def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch, capsys, 
     draft that guesses these alone, and gives -inf for the others."""
     widths = []
 
-    def compile(model, fullgraph):
+    def compile(forward, fullgraph):
         assert fullgraph
 
-        def fused(**inputs):
-            widths.append(inputs["input_ids"].shape[1])
-            return model(**inputs)
+        def fused(layer, states, *args, **options):
+            widths.append(states.shape[1])
+            return forward(layer, states, *args, **options)
 
         return fused
 
@@ -247,8 +248,8 @@ def test_a_step_is_captured_with_its_compiled_forward(gpu, monkeypatch, capsys, 
 
 
 def fails_with(error):
-    def compiled(model, fullgraph):
-        def fails(**inputs):
+    def compiled(forward, fullgraph):
+        def fails(*args, **options):
             raise error("no such\noperator")
 
         return fails
@@ -256,9 +257,9 @@ def fails_with(error):
     return compiled
 
 
-def computes_something_else(model, fullgraph):
+def computes_something_else(forward, fullgraph):
     """The planted mistake of a compiler."""
-    return lambda input_ids, **inputs: model(input_ids=input_ids * 0, **inputs)
+    return lambda layer, states, *args, **options: forward(layer, states * 1.1, *args, **options)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,43 @@ def test_a_model_that_cannot_be_compiled_is_captured_as_it_is(monkeypatch, capsy
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{target.name}: the step draw") and line.endswith(f"torch.compile ({reason})")
     assert target.graphs and not target.refused
+
+
+def test_another_order_of_writing_a_slot_twice_is_no_mistake(monkeypatch, capsys):
+    """Behind the end of a row, guesses are written to its last slot, one over the other."""
+    update, compared, compiled, collided = SlotLayer.update, CudaModel.compared, [], []
+
+    def last_first(forward, fullgraph):
+        def fused(*args, **options):
+            compiled.append(True)
+            try:
+                return forward(*args, **options)
+            finally:
+                compiled.clear()
+
+        return fused
+
+    def update_in_order(self, keys, values, *args):
+        slots = self.address.slots
+        if compiled:
+            self.address.slots, keys, values = slots.flip(1), keys.flip(2), values.flip(2)
+        try:
+            return update(self, keys, values, *args)
+        finally:
+            self.address.slots = slots
+
+    def watched(self, *args, **inputs):
+        collided.append(bool((self.cache.at.slots.sort().values.diff() == 0).any()))
+        return compared(self, *args, **inputs)
+
+    monkeypatch.setattr(torch, "compile", last_first)
+    monkeypatch.setattr(CudaModel, "compared", watched)
+    monkeypatch.setattr(SlotLayer, "update", update_in_order)
+    target, draft = captured_pair()
+    prompts = [[first, 9, 2, 11, 30] for first in range(8)]  # Eight rows are computed until four have ended.
+    text = specSampling(prompts, target, ModelDrafter(draft), 20, 7, GREEDY)[0]
+    assert text == regrSampling(prompts, helpers.tiny(), 20, GREEDY)[0]
+    assert any(collided) and not capsys.readouterr().err
 
 
 def test_a_kernel_that_fails_is_replaced_by_the_formulas(monkeypatch, capsys):
