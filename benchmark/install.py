@@ -6,15 +6,17 @@ line. llama.cpp is compiled, which takes minutes.
 
 import sys
 import sysconfig
+from collections.abc import Sequence
 
 from benchmark.peers import PeerError
-from inputs.commandLine import as_command
+from inputs.commandLine import as_command, script_parser
 from methods.programs.program import FOLDER
 from methods.programs.registry import PROGRAMS
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Install all programs, but for those whose versions are installed; returns 1 if none could be installed."""
+    script_parser("python -m benchmark.install", __doc__).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     programs = [program for program in PROGRAMS.values() if program.requirements]
     failed = 0

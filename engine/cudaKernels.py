@@ -13,7 +13,7 @@ from torch import Tensor
 
 from utils import Sampling
 
-BLOCK = 1 << 13  # logits of a row that are in registers at once: 8 in each thread, of which there are 1024 at most
+BLOCK = 1 << 12  # logits of a row that are in registers at once
 # Probabilities are summed as integers, in units of UNIT: the sums are exact in any order, and never fall.
 ONE, UNIT = tl.constexpr(2.0**48), tl.constexpr(2.0**-48)
 TOP_BIT = tl.constexpr(1 << 31)

@@ -287,8 +287,8 @@ class Output:
     guesses faintly, with its speed at the end. Ctrl-C ends an answer. /plain and /self switch guesses off and on, /new
     forgets the conversation, /quit ends it."""
     html: Path | None = flag(path, None, "FILE")
-    """Write the same as a web page that plays the text back round by round. If the name ends in .json, write the
-    rounds and their origin."""
+    """Write what --show shows as a web page that plays the text back round by round. If the name ends in .json, write
+    the rounds and their origin."""
 
 
 PARTS = (ModelChoice, Measuring, Decoding, SamplingChoice, TextChoice, Output)

@@ -39,7 +39,6 @@ UNAIDED = (  # the methods of other programs that need no draft model
 FAST = "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4"
 PLAIN = f"{FAST},generate:compiled,openvino:plain,openvino:int8,ctranslate2,vllm:plain"
 OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 5"
-ON_GPU = "--repeats 2 --maxLen 128 --sentences 2"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
     "first": ("", 1),
@@ -61,11 +60,10 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
         f"--compare fixed,block,self,{OTHERS} --steps {RANDOM} {COMPILED} --maxLen 48 --sentences 1",
         1,
     ),
-    "gpu": (f"--compare fixed,block {RANDOM} --compile {ON_GPU}", 1),
-    "gpu-eager": (f"--compare fixed,noCache,speculativeNoCache,generate:plain {RANDOM} {ON_GPU}", 1),
+    "gpu": (f"--compare fixed,block {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 2", 1),
 }
 # Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
-CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA", "gpu-eager": "CUDA"}
+CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA"}
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 

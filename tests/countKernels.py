@@ -6,7 +6,7 @@ Captured: the operators of the graphs on the software device, each with the kern
 Compiled: a layer by the kernels and the calls of libraries in the code that Inductor writes for a CUDA device, which is
 not run; filters and draw by one kernel. Beside: copies and kernels between the graphs. Layers are narrow: how many
 kernels there are does not depend on their widths. Speeds follow by arithmetic from these counts and the bytes that are
-read, with what CARDS, READ, KERNEL and ALPHA assume.
+read, with what CARDS, READ, KERNEL, DRAW and ALPHA assume.
 """
 
 import json
@@ -42,6 +42,9 @@ RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "kernels.
 PAIR, GAMMA = {"target": "pythia-2.8b", "draft": "pythia-70m"}, 4
 CARDS = {"RTX 3060": 360, "A100 40 GB": 1555, "H100 SXM": 3350}  # GB of memory that are read in a second: data sheets
 READ, KERNEL, ALPHA = 0.85, 2.5e-6, 0.6  # the share of that, seconds of a kernel, the acceptance rate
+DRAW = (
+    135e-6  # seconds of the kernel of filters and a draw, as an H100 took for 50,304 tokens and top-p: one of its SMs
+)
 SLOTS = 264  # of the KV cache
 SOME = 20_000  # entries of the vocabulary: more than CUDA sorts in one block
 # Their graphs: (role, step, tokens of a block).
@@ -254,7 +257,8 @@ def rates(plain, launched, speed):
 
     target, draft = map(seconds, PAIR.values())
     tokens = (1 - ALPHA ** (GAMMA + 1)) / (1 - ALPHA)
-    return 1 / (target + KERNEL * plain), tokens / (target + GAMMA * draft + KERNEL * launched)
+    plain_step, round_ = target + KERNEL * plain + DRAW, target + GAMMA * draft + KERNEL * launched + (GAMMA + 1) * DRAW
+    return 1 / plain_step, tokens / round_
 
 
 if __name__ == "__main__":

