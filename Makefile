@@ -1,6 +1,7 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
 # `make coverage`: the suite, and which lines it runs: it takes about half as long again.
 # `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
+# `make test-gpu`: the same methods' texts, and the Triton kernel, on a CUDA device.
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make kernels`: counts the CUDA kernels of a round without a GPU, for docs/pythia-on-gpu.md. It needs Triton (pip install triton).
 # `make bench`: the benchmark. `make bench-peers`: the same beside other engines, which it installs into .peers/ first
@@ -13,7 +14,7 @@
 PYTHON ?= python3
 VENV = .venv/bin/python
 
-.PHONY: run test coverage test-cuda test-zoo kernels style check bench bench-peers audit records report docs clean
+.PHONY: run test coverage test-cuda test-gpu test-zoo kernels style check bench bench-peers audit records report docs clean
 
 run: .venv/installed
 	$(VENV) test.py
@@ -26,6 +27,10 @@ coverage: test
 
 test-cuda: .venv/installed
 	FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py
+
+test-gpu: .venv/installed
+	GPU=1 FULL=1 $(VENV) -m pytest tests/test_softwareCuda.py -k "greedy_texts or drawn_texts or a_queue"
+	TRITON_INTERPRET=0 $(VENV) -m pytest tests/test_cudaKernels.py
 
 test-zoo: .venv/installed
 	PYTHONPATH=. $(VENV) tests/zoo.py
