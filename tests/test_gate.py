@@ -6,6 +6,7 @@ import random
 import helpers
 import pytest
 import torch
+import transformers
 import zoo
 from conftest import refused
 from transformers import (
@@ -100,6 +101,8 @@ def test_another_kind_is_refused_in_one_line_that_names_it_and_the_reason(name):
 def test_what_long_texts_alone_use_is_refused_only_where_a_configuration_has_it(name, field, value):
     config = zoo.config_of(CONFIG_MAPPING[name])
     setattr(config, field, value)
+    if name == "big_bird" and tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):
+        pytest.skip("older versions of its code attend to later tokens, and are refused")
     check_kind(config, MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
