@@ -21,7 +21,7 @@ from engine.cachedModel import Tap, context_of, logits_of
 from engine.gate import TOLERANCE, is_altered
 from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, packed, packed_codes
-from engine.quantised import QuantisedLinear
+from engine.quantised import QuantisedLinear, tolerance_of
 from engine.smallTwin import CONTEXT, small_twin
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
@@ -308,9 +308,7 @@ class Description:
             results.append((features[:, 1:], tap(outputs.hidden_states)))
         if before:
             results.append((features[:, count], outputs.hidden_states[-1][:, count - 1]))
-        # With few bits, an input that lies between two numbers of int8 may be rounded to either.
-        quantised = any(isinstance(part, QuantisedLinear) for part in layers.modules())
-        tolerance = tolerance or TOLERANCE[torch.bfloat16 if quantised else dtype]
+        tolerance = tolerance or tolerance_of(layers, dtype)
         if not all((ours - exact.float()).norm() < tolerance * exact.float().norm() for ours, exact in results):
             raise RuntimeError("its layers compute something that the kernels do not")
 

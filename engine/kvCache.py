@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 # Names of attention over slots in transformers: this module's own, as a copy of it may be loaded too.
 SDPA, EAGER = f"sdpa over slots of {__name__}", f"eager over slots of {__name__}"
-# torch prefers cuDNN's attention on H100 and later. It makes a plan for each new shape, within a text that is timed.
+# torch prefers cuDNN's attention on H100 and later. It makes a plan for each new shape, within a text that is timed:
+# only graphs use it (cudaModel.py).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

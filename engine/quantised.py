@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import PreTrainedModel
 
+from engine.gate import TOLERANCE
 from engine.sharedWeights import sharing_copy
 
 BITS = (4, 5, 6, 8)  # of a weight; there are kernels for these
@@ -117,6 +118,13 @@ class Int4Linear(nn.Module):
         y = torch._weight_int4pack_mm(x.flatten(0, -2).contiguous(), self.codes, self.group, self.scales)
         y = y.unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias
+
+
+def tolerance_of(model: nn.Module, dtype: torch.dtype) -> float:
+    """What logits of a model in `dtype` may differ by, relative. With few bits, an input that lies between two numbers
+    of int8 may be rounded to either."""
+    quantised = any(isinstance(part, QuantisedLinear) for part in model.modules())
+    return TOLERANCE.get(torch.bfloat16 if quantised else dtype, 0.1)
 
 
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:

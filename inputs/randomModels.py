@@ -18,6 +18,7 @@ from utils import UserError
 
 PREFIX = "random:"
 VOCABULARY = 50304
+POOL = 1 << 24  # random numbers, which the weights share: to draw one for each takes many times as long
 TOKENIZER = "bundled-target"  # Its first tokens are those of text; the others never come from text.
 SHAPES = {
     #             hidden layers heads
@@ -75,17 +76,21 @@ def config_of(shape: str) -> GPTNeoXConfig:
 
 
 def random_model(shape: str, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> GPTNeoXForCausalLM:
-    """A GPT-NeoX model of `shape` with random weights, which `device` draws."""
+    """A GPT-NeoX model of `shape` with random weights from a pool that `device` draws."""
     config = config_of(shape)
     with torch.device("meta"):
         model = GPTNeoXForCausalLM(config).to(dtype)
     model = model.to_empty(device=device).eval().requires_grad_(False)
     model.gpt_neox.rotary_emb = GPTNeoXRotaryEmbedding(config).to(device)  # Its buffers are no parameters.
     generator = torch.Generator(device).manual_seed(0)
-    weights = list(model.named_parameters())
+    drawn = torch.randn(POOL, generator=generator, device=device).mul_(0.02).to(dtype)
+    at, weights = 0, list(model.named_parameters())
     for key, weight in followed(weights, f"making random:{shape}", len(weights)):
-        if weight.dim() > 1:
-            weight.normal_(0, 0.02, generator=generator)
-        else:
+        if weight.dim() == 1:
             weight.fill_(0.0 if key.endswith("bias") else 1.0)
+            continue
+        for part in weight.flatten().split(POOL // 2):
+            at = at if at + len(part) <= POOL else 0
+            part.copy_(drawn[at : at + len(part)])
+            at += len(part)
     return model

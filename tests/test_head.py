@@ -24,6 +24,7 @@ from engine import head as heads
 from engine.cachedModel import CachedModel, Tap
 from engine.compiling import compiled
 from engine.cpuModel import CpuModel
+from engine.cudaModel import CudaModel, layer_forward
 from engine.head import CONFIG, WEIGHTS, HeadModel, HeadNetwork, load_head, save_head
 from methods.cascade import CascadeDrafter
 from methods.drafters import DrafterWithModel, ModelDrafter
@@ -342,6 +343,27 @@ def test_on_a_gpu_its_steps_are_captured(name):
             assert text == right == regrSampling(prompts, target, 12, GREEDY)[0]
             assert [record.accepted for record in records] == [record.accepted for record in right_records]
         assert head.graphs and target.graphs and not head.refused | target.refused
+
+
+@torch.inference_mode()
+def test_its_forward_compiles_without_breaks():
+    """The hooks that transformers installs for features cannot be traced."""
+    torch._dynamo.reset()  # Compilations for other tests count against its limit.
+    fused = torch.compile(layer_forward, fullgraph=True, backend="eager")
+    target, head = pair()
+    target = CudaModel(target.model, FEW, "target", None, target.tap)
+    head = CudaModel(head.model, FEW, "head", None, target)
+    target.store.keeps = True
+    for model in target, head:
+        model.reads_filled = False  # as on a GPU
+        CachedModel.reserve(model, 1, 64)
+    for first, n in (0, 5), (5, 2), (7, 1):
+        tokens = torch.arange(first, first + n)[None]
+        for model in target, head:
+            vars(model).pop("network", None)
+            wanted = CachedModel.forward(model, tokens, tokens)
+            model.network = lambda tokens, model=model: partial(model.by_layers, fused)
+            torch.testing.assert_close(CachedModel.forward(model, tokens, tokens), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_head_is_read_from_the_folder_it_was_written_to(tmp_path):
