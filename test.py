@@ -20,7 +20,7 @@ from experiments.processes import Processes, together
 from experiments.runRecord import changes, choose_run, compare, flags_of_run, run_record
 from experiments.schema import Append, Line, Run, RunLine
 from experiments.settings import models_used, parse
-from inputs.commandLine import as_command
+from inputs.commandLine import as_command, visible
 from lossless.audit import audit
 from lossless.trial import run_trials
 from playback.play import play
@@ -94,7 +94,7 @@ def measure_and_write(inputs: Inputs, argv: Sequence[str], earlier: RunLine | No
             store.render()
         finally:  # The screen needs no room on a disk.
             show(*store.run(name))
-    print(f"Written to {store.text.name} (every measurement: {store.lines.name}).")
+        print(visible(f"Written to {store.text} (every measurement: {store.lines.name}).", ""))
     return store.run(name)
 
 

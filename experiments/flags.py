@@ -33,6 +33,7 @@ ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": 
 CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
 GENERATED = "modes that generate text", lambda run: run.measuring.modes
+WRITTEN = GENERATED[0], lambda run: not run.measuring.audit
 CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
 TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuring.timed and not run.measuring.diversity
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
@@ -94,14 +95,15 @@ class Measuring:
     written_in: str = choice(tuple(DTYPES), "bfloat16", only=("--audit", lambda settings: settings.measuring.audit))
     """The dtype in which the texts of --audit were computed. It decides how much rounding may explain."""
     rerun: str | None = flag(text, None, "RUN")
-    """Repeat a run of results.jsonl and report whether it produces the same tokens. Give the run's name, or 1 for the
-    newest run, 2 for the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1
-    otherwise."""
+    """Repeat a run of results.jsonl in the folder --out with the flags and the device of its record, and report whether
+    it produces the same texts and figures. Times are not compared, nor texts that depend on them or are of other
+    programs. The repetition is added to that folder as a new run. Give the run's name, or 1 for the newest run, 2 for
+    the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1 otherwise."""
     check: bool = switch()
     """Check the device: whether every method decodes correctly on it, eager and compiled, what memory and speed it has,
     and where Pythia-2.8b would fit. Prints one page. Takes no other flag but --device. The exit code is 0 if every
     check passes and 1 otherwise."""
-    repeats: int | None = flag(whole(1))
+    repeats: int | None = flag(whole(1), only=WRITTEN)
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
@@ -154,8 +156,9 @@ class ModelChoice:
     trained head of --head. Or lookup: no model, the guesses come from the text so far. Default: pythia-70m or the
     bundled draft, as for --target."""
     mid: str | None = flag(text, None, "MODEL")
-    """The model between the two, which a cascade needs, or self, as for --draft. Default: if neither --target nor
-    --draft is given, pythia-410m or the bundled mid model; else none."""
+    """The model between the two, named as --target, or self, as for --draft. --speedMulti and the methods cascade and
+    mid need it. It must have the target's tokenizer, and --draft must be given too, but not as self. Default: if
+    neither --target nor --draft is given, pythia-410m or the bundled mid model; else none."""
     head: str | None = flag(text, None, "FOLDER")
     """A head that was trained for the target (scripts/trainHead.py), a folder: one decoder layer that guesses from the
     target's hidden states. It is the draft if no other is named. Default: for the bundled target the bundled head, else
@@ -201,7 +204,7 @@ class ModelChoice:
 class SamplingChoice:
     """Sampling."""
 
-    max_len: int | None = flag(whole(1), first=True)
+    max_len: int | None = flag(whole(1), first=True, only=WRITTEN)
     """The most new tokens of a text. A timed text has as many: no end token ends it. Default: 200; for --speedNew 1000,
     for --diversity 45."""
     temperatures: tuple[float, ...] = flag(number(0, 1000), (), "T", name="temperature", nargs="+", first=True)

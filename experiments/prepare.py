@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,7 @@ COVERED = 0.5  # With a smaller share of tokens that can be guessed, guessing ha
 def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     """Find and check everything that the settings name. Raises UserError for invalid input."""
     chosen, measuring, corpora = settings.texts, settings.measuring, []
-    # Devices and texts first: they are checked sooner than models.
+    # Folder, devices and texts first: they are checked sooner than models.
     device, draft_device, dtype, text_dtype = where_to_run(settings, processes)
     if measuring.ppl or settings.prompts_from_corpora:
         corpora = texts.load_corpora(chosen.dataset, chosen.books)
@@ -96,7 +97,11 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
 
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str, str]:
     """The device, the draft's, and the dtypes where speed is measured and elsewhere. Raises UserError."""
-    choice, measuring = settings.models, settings.measuring
+    choice, measuring, folder = settings.models, settings.measuring, settings.output.folder
+    if not (measuring.played or processes.index):  # Process 0 writes the results.
+        parent = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise UserError(f"{folder} is a folder that you may not write to; name another with --out")
     programs = {METHODS[name].engine for name in measuring.names} - {""}
     for what, asked in (
         ("--batch and --sweep batch run", settings.queues),

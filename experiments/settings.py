@@ -182,10 +182,7 @@ def methods_of(args: argparse.Namespace, roles: set[Role]) -> tuple[dict[str, li
 def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     """(condition, message) of flags that are valid alone but not together."""
     flags, measuring, models, decoding = settings.flags, settings.measuring, settings.models, settings.decoding
-    folder, played, sweep = settings.output.folder, measuring.played, measuring.sweep
-    parent = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
-    writable = played or (parent.is_dir() and os.access(parent, os.W_OK))
-    yield not writable, f"{folder} is a folder that you may not write to; name another with --out"
+    played, sweep = measuring.played, measuring.sweep
     several = len(settings.texts.questions) > 1 and not played
     yield several, "a conversation is played, not measured: add --show or --html, or give one --question"
     batches = sweep == "batch" and list(measuring.groups) != ["sweep"]

@@ -33,7 +33,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from tqdm import tqdm
 
-from inputs.commandLine import one_line, visible
+from inputs.commandLine import counted, one_line, visible
 from inputs.files import file_errors, gigabytes, replace_file
 from inputs.progress import Bar
 from utils import UserError
@@ -148,7 +148,7 @@ def print_folders(parent: Path) -> None:
         state, origin, manifest = "not checked", "not downloaded", Manifest.read(folder)
         if manifest:
             at = f"at {manifest.revision} ({manifest.commit[:12]})" if manifest.commit else ""
-            rows = ", ".join(f"{count:,} rows of {split}" for split, count in manifest.rows.items())
+            rows = ", ".join(f"{counted(count, 'row')} of {split}" for split, count in manifest.rows.items())
             origin = f"{manifest.repo} {at}".rstrip() + f"; {rows}".rstrip("; ")
             broken = ", ".join(file.path for file in manifest.damaged(folder))
             state = f"not whole: {broken}" if broken else "whole"

@@ -111,7 +111,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         cell.setdefault("processor", record["machine"]["processor"])
 
     def keep() -> None:
-        replace_file(FILE, json.dumps(record | about).replace(f"{ROOT}/", "") + "\n")  # No path of a machine.
+        replace_file(FILE, json.dumps(record | about) + "\n")
 
     if mistakes:
         for order in ("draft", "p"):
@@ -143,7 +143,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
-            cell["failed"] = str(error)
+            cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
             if name in methods:  # It may be in the middle of a text.
                 methods.pop(name).close()
         cell["seconds"] = time.time() - start

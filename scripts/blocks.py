@@ -34,7 +34,7 @@ from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
 from scripts.keepRecord import Records, command_of, differing, source
 from utils import UserError
 
-PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs of `python -m benchmark`
+PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
 AVX2 = "avx2-SmolLM2"

@@ -199,8 +199,7 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
         by_time = sorted(records.runs.values(), key=lambda kept: kept[0]["time"])
         runs = {head["run"]: [head, *body] for head, body in by_time}
         written = [json.dumps(line, ensure_ascii=False) for run_lines in runs.values() for line in run_lines]
-        text_of_runs = "\n".join(written).replace(f"{ROOT}/", "")  # The records name no path of a machine.
-        replace_file(records.folder / "results.jsonl", f"{text_of_runs}\n")
+        replace_file(records.folder / "results.jsonl", "\n".join(written) + "\n")
         replace_file(records.folder / "index.json", json.dumps(index, indent=2) + "\n")
         if name == "first":
             replace_file(root / "results.txt", Results(root).rendered([records.runs[name]]))

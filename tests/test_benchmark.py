@@ -1,7 +1,6 @@
 """The benchmark: the steps of decoding, `generate` of transformers, random weights, and acceptance by a coin."""
 
 import os
-import runpy
 import sys
 from unittest.mock import patch
 
@@ -26,7 +25,7 @@ from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.flags import read_flags
 from experiments.settings import parse
-from inputs import files, randomModels
+from inputs import files, randomModels, starting
 from inputs.models import load_model, load_tokenizer
 from methods.catalogue import METHODS, choose
 from methods.drafters import ModelDrafter
@@ -107,9 +106,10 @@ def test_lookup_has_no_round_and_what_was_measured_before_a_stop_is_kept(run, tm
 def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch, given):
     """And without those that prompts of the user's own leave no use for."""
     ran = []
-    monkeypatch.setattr(runpy, "run_path", lambda path, run_name: ran.extend([path, *sys.argv[1:]]))
+    monkeypatch.setattr(starting, "run", lambda script, flags: ran.extend([script, *sys.argv[1:]]))
     monkeypatch.setattr(sys, "argv", ["-m", *given])
-    exec(compile((ROOT / "benchmark/__main__.py").read_text(), "benchmark", "exec"), {"__name__": "__main__"})
+    with pytest.raises(SystemExit):
+        exec(compile((ROOT / "benchmark/__main__.py").read_text(), "benchmark", "exec"), {"__name__": "__main__"})
     assert ran[:3] == [str(ROOT / "test.py"), "--compare", "all,generate"]
     asked = read_flags(ran[1:])
     assert asked.maxLen == 9 and asked.steps and asked.compile

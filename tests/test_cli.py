@@ -88,7 +88,7 @@ def test_each_mode_writes_its_kinds_of_lines(run, flags, tmp_path, capsys, mode,
     assert captured.err == ""  # no progress bars where nobody watches
     text = (tmp_path / "results.txt").read_text()
     assert [line.rstrip() for line in captured.out.splitlines()][:-1] == text.splitlines()
-    assert captured.out.splitlines()[-1].startswith("Written to results.txt")
+    assert captured.out.splitlines()[-1] == f"Written to {tmp_path}/results.txt (every measurement: results.jsonl)."
     assert ("Speed: " in text, "Perplexity" in text) == ("speed" in measured, "ppl" in measured)
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
@@ -175,6 +175,7 @@ def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(flags,
     text = (tmp_path / "results.txt").read_text()
     for shown in out, text:
         assert ", not finished" in shown and "target alone" in shown
+    assert f"\nWritten to {tmp_path}/results.txt " in out
     assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
 

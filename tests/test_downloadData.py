@@ -111,7 +111,7 @@ def test_texts_that_were_installed_are_never_replaced_by_a_download(hub, both, t
     assert run("wikitext", "--from", str(file)) == 0
     (corpus,) = load_corpora("wikitext")
     assert corpus.documents == [file.read_text()] and corpus.passages(500) == [LINE, f" {LINE}"]  # as the hub's
-    assert run("--list") == 0 and "wiki.test.raw; 1 rows of test" in capsys.readouterr().out
+    assert run("--list") == 0 and "wiki.test.raw; 1 row of test" in capsys.readouterr().out
     assert run("pg19", "--from", str(file)) == run("pg19", "--books", "1") == 0
     for again in ("pg19",), ("wikitext", "--from", str(file)):
         assert_data_error(capsys, "already exists", "wiki.test.raw", "move it away", arguments=again)

@@ -4,6 +4,7 @@ import errno
 import importlib
 import importlib.metadata
 import json
+import os
 import runpy
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import helpers
 import psutil
@@ -350,6 +351,17 @@ def test_llama_cpp_is_asked_for_text_of_the_whole_vocabulary(sampling, filters):
     asked = filters | {"repeat_penalty": sampling.repetition_penalty, "repeat_last_n": 4, "top_p": sampling.top_p}
     assert body | asked == body  # The penalty counts the prompt too.
     assert not {"ignore_eos", "logit_bias", "stop", "min_p", "grammar"} & body.keys() and body["return_tokens"]
+
+
+def test_vllm_reads_its_draft_from_a_folder_and_records_its_name_alone(monkeypatch, pair_folder):
+    library, target, threads = Mock(__version__="1"), str(pair_folder / "target"), torch.get_num_threads()
+    monkeypatch.setitem(sys.modules, "vllm", library)
+    folder = "/a machine/.peers/models/small-sha256-1f/vllm-32"
+    with patch.dict(os.environ):
+        program = Vllm(LoadRequest(target, folder, "float32", threads, 3, 24))
+    config = library.LLM.call_args.kwargs["speculative_config"]
+    assert config["model"] == folder and "/" not in json.dumps(program.settings)
+    assert program.settings["speculative_config"] == config | {"model": "small-sha256-1f"}
 
 
 def test_a_text_of_a_queue_begins_when_another_ends():

@@ -22,8 +22,10 @@ from conftest import ROOT, few_mistakes, lines_of, prompted, refused
 from helpers import wait_for
 
 from experiments import processes as sharing
+from experiments.prepare import load_inputs
 from experiments.processes import SINGLE, Processes
 from experiments.runRecord import devices
+from experiments.settings import parse
 from methods import selfDraft
 from utils import UserError
 
@@ -80,6 +82,14 @@ def test_each_process_has_a_device_of_its_own(monkeypatch, name, gpus, local, de
     monkeypatch.setattr(sharing, "pick_device", lambda name: name or "cpu")
     with contextlib.nullcontext() if device else refused():
         assert Processes(local, 4, local).own_device(name) == device
+
+
+def test_only_the_process_that_writes_needs_a_folder_to_write_to(flags, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda place, mode: place != tmp_path)
+    settings = parse([*flags, "--device", "cpu", "--out", str(tmp_path / "new")])
+    with refused(str(tmp_path), "may not write", "--out"):
+        load_inputs(settings, Processes(0, 2, 0))
+    assert load_inputs(settings, Processes(1, 2, 1)).prompts
 
 
 def test_accelerate_that_starts_one_process_is_told(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The start of the root's scripts: what needs no library is answered without one, and what goes wrong is one line."""
 
+import re
 import subprocess
 import sys
 import time
@@ -37,6 +38,16 @@ def test_version_and_help_need_no_library():
     shown = run("-X", "importtime", "test.py", "--help")
     assert shown.returncode == 0 and "--lossless" in shown.stdout and "--verification" in shown.stdout
     assert "decoding.verification" in shown.stderr and "torch._C" not in shown.stderr  # The stand-ins have no parts.
+
+
+def test_the_help_of_the_benchmark_has_its_own_defaults():
+    defaults = {"maxLen": "300", "repeats": "3", "sentences": "5", "compare": "all,generate", "steps": "on"}
+    shown = run("-m", "benchmark", "--help").stdout
+    helps = {" ".join(part.split()) for part in re.split(r"\n  --|\n\n", shown)}
+    for name, value in defaults.items():
+        (said,) = (text for text in helps if re.match(rf"{name}\b", text))
+        assert said.endswith(f" Default: {value}."), said
+    assert "what to measure (the default is --compare --steps):" in shown
 
 
 def test_it_starts_where_the_system_does_not_say_how_busy_it_is():

@@ -90,6 +90,9 @@ class Vllm(Program):
             }
         preloaded = [name for name in os.environ.get("LD_PRELOAD", "").split(":") if name]
         self.settings = options | {"preloaded": [Path(name).name for name in preloaded]}
+        if request.draft:  # Its name, without the folders of the machine.
+            name = {"model": Path(request.draft).parent.name}
+            self.settings["speculative_config"] = options["speculative_config"] | name
         # Each text has a KV cache of `context` tokens, with a block to spare.
         blocks = request.batch * (-(-request.context // self.BLOCK) + 1) + 1
         slot = 2 * model.layers * model.groups * model.head * getattr(torch, request.precision).itemsize
