@@ -60,7 +60,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
         f"--compare fixed,block,self,{OTHERS} --steps {RANDOM} {COMPILED} --maxLen 48 --sentences 1",
         1,
     ),
-    "gpu": (f"--compare fixed,block {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 2", 1),
+    "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
 }
 # Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
 CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA"}

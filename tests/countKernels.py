@@ -42,9 +42,7 @@ RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "kernels.
 PAIR, GAMMA = {"target": "pythia-2.8b", "draft": "pythia-70m"}, 4
 CARDS = {"RTX 3060": 360, "A100 40 GB": 1555, "H100 SXM": 3350}  # GB of memory that are read in a second: data sheets
 READ, KERNEL, ALPHA = 0.85, 2.5e-6, 0.6  # the share of that, seconds of a kernel, the acceptance rate
-DRAW = (
-    135e-6  # seconds of the kernel of filters and a draw, as an H100 took for 50,304 tokens and top-p: one of its SMs
-)
+DRAW = 33e-6  # seconds of the kernels of filters and a draw, counted as one: an H100's, for 50,304 tokens and top-p
 SLOTS = 264  # of the KV cache
 SOME = 20_000  # entries of the vocabulary: more than CUDA sorts in one block
 # Their graphs: (role, step, tokens of a block).
