@@ -354,7 +354,6 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
-    "greedy-differ": partial(quoted, "lossless-verdict", r"(in bfloat16 \d[^)]*\))"),
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
