@@ -5,8 +5,10 @@
     python -m scripts.keepRecord chat --from DIR   DIR/chat.json, the record of one file, which its own command wrote
 
 The runs of a record are written to .records/, or to DIR. Finished runs of the same code and flags that are there are
-not measured again, so it goes on where it was stopped. A record replaces the one that was kept under its name. The
-project's results.txt is that of "first", `python test.py`. `python -m scripts.render` then writes the documentation.
+not measured again, so it goes on where it was stopped. Records without times may be measured there beforehand by
+several processes (`accelerate launch --multi_gpu --num_processes 2 test.py --lossless ... --out .records`). A record
+replaces the one that was kept under its name. The project's results.txt is that of "first", `python test.py`.
+`python -m scripts.render` then writes the documentation.
 """
 
 import json
