@@ -181,9 +181,10 @@ def power(records: Records) -> str:
 
 
 def lookup_hits(records: Records) -> str:
-    """How many tokens lookup guessed right, of the cells of its methods that pass."""
-    hits = [cell["guesses"]["hits"] for cell in passing(records) if "lookup" in cell["method"]]
-    return f"{min(hits)} to {max(hits)}"
+    """The share of tokens that lookup guessed right, of the cells of its methods that pass."""
+    cells = [cell for cell in passing(records) if "lookup" in cell["method"]]
+    shares = [100 * cell["guesses"]["hits"] / cell["tokens"] for cell in cells]
+    return f"{min(shares):.2g} to {max(shares):.2g} %"
 
 
 def passing(records: Records) -> list[dict[str, Any]]:
