@@ -65,7 +65,8 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
 }
 # Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
-CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA"}
+OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "batch-copy", "categories-SmolLM2")
+CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA", **dict.fromkeys(OF_AVX512, "AVX512")}
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
