@@ -160,12 +160,14 @@ TOGETHER = r"""
 #include <chrono>
 #include <cstdio>
 int main(int words, char**) {
-    if (words == 3) {  // A thread does not come to the barriers of the first function for long.
-        for (long call = 0; call < 36; call++)
+    // A thread is late at the barriers of a function. In the first function all work for longer than the other waits.
+    if (words == 3) {
+        for (long call = 0; call < 37; call++)
             together(true, [&](const Member& member) {
                 if (!member.number) std::printf("%ld ", member.of);
-                for (long k = 0; call == 0 && k < Crew::STALLS; k++) {
-                    if (member.number) std::this_thread::sleep_for(std::chrono::milliseconds(40));
+                for (long k = 0; call < 2 && k < Crew::STALLS; k++) {
+                    long work = call == 0 ? 80 : 0, late = member.number ? 40 : 0;
+                    std::this_thread::sleep_for(std::chrono::milliseconds(work + late));
                     WAIT;
                 }
             });
@@ -176,7 +178,7 @@ int main(int words, char**) {
         for (long call = 0; call < 230; call++) {
             const long of = crew.size(4);
             if (of == 4) std::printf("%ld ", call);
-            crew.ran(of, 4, of == 4 ? Crew::STALLS : 0);
+            crew.ran(of, 4, of == 4 ? Crew::STALLS : 0, 51, 100);
         }
         std::printf("%ld ", crew.size(1));
         return 0;
@@ -207,7 +209,7 @@ int main(int words, char**) {
 def together(tmp_path):
     """A function that compiles the program above with some flags and runs it with three threads, then with one that is
     alone: the numbers of which each thread had its part, how many threads there were, and how often one went on before
-    the others had come. Then with two, of which one is late: how many threads run each of 36 functions. Last, when four
+    the others had come. Then with two, of which one is late: how many threads run each of 37 functions. Last, when four
     that always stall are tried again, and how many run where there is one."""
     compiler, source = os.environ.get("CXX", "g++"), tmp_path / "together.cpp"
     source.write_text(TOGETHER)
@@ -232,7 +234,7 @@ def test_threads_of_torch_run_together_without_pragmas(together):
     (library,) = loader.openmp_of_torch()
     flags = ["-DGNU_OPENMP", library, f"-Wl,-rpath,{loader.TORCH / 'lib'}"]
     *parts, late, crew = together(*flags)
-    assert parts == [[1003, 3, 0], [1003, 1, 0]] and late[:34] == [2, *[1] * 32, 2]
+    assert parts == [[1003, 3, 0], [1003, 1, 0]] and late[:35] == [2, 2, *[1] * 32, 2]
     assert crew == [0, 33, 98, 227, 1]  # after 32, 64 and 128 functions of two
     members, early = together(*flags, wait="")[0][1:]  # The mistake that the check is for.
     assert members == 3 and early > 0
@@ -241,8 +243,8 @@ def test_threads_of_torch_run_together_without_pragmas(together):
 def test_threads_run_together_with_openmp_and_one_thread_without(together):
     if loader.accepts(os.environ.get("CXX", "g++"), ["-fopenmp"], "#include <omp.h>"):
         *parts, late, _ = together("-fopenmp")
-        assert parts == [[1003, 3, 0], [1003, 1, 0]] and (late[:34] == [2, *[1] * 32, 2] or os.cpu_count() == 1)
-    assert together()[:3] == [*[[1003, 1, 0]] * 2, [1] * 36]
+        assert parts == [[1003, 3, 0], [1003, 1, 0]] and (late[:35] == [2, 2, *[1] * 32, 2] or os.cpu_count() == 1)
+    assert together()[:3] == [*[[1003, 1, 0]] * 2, [1] * 37]
 
 
 def test_what_a_compiler_has_of_openmp(monkeypatch):

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <thread>
 
@@ -20,22 +21,26 @@ int omp_get_thread_num();
 #include <omp.h>
 #endif
 
+typedef std::chrono::steady_clock Clock;
+
 struct Barrier {
     alignas(64) std::atomic<long> arrived{0};
     alignas(64) std::atomic<long> rounds{0};
-    std::atomic<long> stalled{-1}, stalls{0};  // the last round that waited for a thread that did not run; how many did
+    std::atomic<long> stalled{-1}, stalls{0};  // the last round that waited long for a thread; how many did
+    std::atomic<Clock::rep> lost{0};           // and the time that they waited
 };
 
 // How many threads the next functions are run by. Where another process takes a core, a thread waits for one that does not
-// run, at each of a hundred barriers: half as many threads are many times as fast then. After `left` functions all of
+// run, at each of a hundred barriers: half as many threads are many times as fast then. Half of them take twice as long for
+// the work, so they run only if more than half of a function's time was lost in such waits. After `left` functions all of
 // them try again. All threads compute the same numbers, however many they are.
 struct Crew {
     static constexpr long STALLS = 3, FIRST = 32, MOST = 4096;
     long threads = 0, left = 0, next = FIRST;
 
     long size(long full) { return left > 0 ? left--, std::min(threads, full) : full; }
-    void ran(long of, long full, long stalls) {
-        if (stalls >= STALLS) {
+    void ran(long of, long full, long stalls, Clock::rep lost, Clock::rep took) {
+        if (stalls >= STALLS && lost > took / 2) {
             threads = (of + 1) / 2, left = next, next = std::min(2 * next, MOST);
         } else if (of == full) {
             next = FIRST;
@@ -61,13 +66,15 @@ struct Member {
         // Who yields gives its core to another process for long. With more threads than cores the thread that this one
         // waits for may need it.
         static const long cores = std::thread::hardware_concurrency();
+        Clock::time_point stalled;
         for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
-            if (tries == 100'000 && of <= cores && barrier.stalled.exchange(before) != before) barrier.stalls++;
+            if (tries == 100'000 && of <= cores && barrier.stalled.exchange(before) != before) stalled = Clock::now();
             if (tries >= 100'000) std::this_thread::yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
         }
+        if (stalled != Clock::time_point()) barrier.stalls++, barrier.lost += (Clock::now() - stalled).count();
     }
 
     // This thread's part of the numbers 0 to count - 1 is first to last - 1. Parts begin at multiples of `unit`.
@@ -85,6 +92,7 @@ template <typename F>
 void together(bool shared, const F& f) {
     Barrier barrier;
 #if defined(GNU_OPENMP) || defined(_OPENMP)
+    const auto begun = Clock::now();
     const long full = shared ? omp_get_max_threads() : 1, of = full > 1 ? crew.size(full) : 1;
     if (of == 1) return f(Member{barrier, 0, 1, full});
     auto run = [&] { f(Member{barrier, omp_get_thread_num(), omp_get_num_threads(), full}); };
@@ -94,7 +102,7 @@ void together(bool shared, const F& f) {
 #pragma omp parallel num_threads(of)
     run();
 #endif
-    if (barrier.rounds > 0) crew.ran(of, full, barrier.stalls);  // Without barriers nothing waits.
+    if (barrier.rounds > 0) crew.ran(of, full, barrier.stalls, barrier.lost, (Clock::now() - begun).count());  // Without barriers nothing waits.
 #else
     f(Member{barrier});
 #endif
