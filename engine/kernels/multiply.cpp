@@ -97,10 +97,10 @@ constexpr long NEAR = 32 << 10;  // Bytes that stay in the first cache beside th
 #if defined(__AVX2__) && !defined(__AVX512F__)
 constexpr int MOST_BF16 = 6;
 constexpr long CHUNK = 256, NEAR_BF16 = CHUNK * SIDE * 2;  // Inputs, and bytes of a block, that M tokens pass together.
-constexpr long AHEAD = 8192;  // Bytes from what is read to what is prefetched, into the second cache.
 
 // The job of M tokens where numbers of 16 bits are widened to be multiplied. x is widened once for all outputs. From 3
-// tokens on, one half of the outputs follows the other, so that a weight in registers serves more tokens.
+// tokens on, one half of the outputs follows the other, so that a weight in registers serves more tokens. The halves lie
+// in every second cache line. What comes NEAR_BF16 bytes later is prefetched line by line, into the second cache.
 template <int M> static void by_halves(const Job<bf16>& job) {
     constexpr int COUNT = M < 3 ? VECTORS : VECTORS / 2, SUMS = M * COUNT;
     constexpr int WAYS = SUMS < 8 ? 2 : 1;  // Sums for each output, because one would wait for itself.
@@ -116,6 +116,7 @@ template <int M> static void by_halves(const Job<bf16>& job) {
         const char* part = (const char*)(job.block + from * SIDE);
         const char* next = (const char*)job.block + job.ahead + from / 2 * job.pace;
         for (int first = 0; first < VECTORS; first += COUNT) {
+            const char* later = part + NEAR_BF16 + count * SIDE * 2 * first / VECTORS;
             Floats acc[WAYS][M][COUNT] = {};
             if (job.add || from)
 #pragma GCC unroll 6
@@ -127,7 +128,8 @@ template <int M> static void by_halves(const Job<bf16>& job) {
                 const char* here = part + i * SIDE * 2 + first * BYTES;
                 if (!job.ahead) {
 #pragma GCC unroll 2
-                    for (int line = 0; line < COUNT * BYTES; line += 64) __builtin_prefetch(here + AHEAD + line, 0, 2);
+                    for (int line = 0; line < COUNT * BYTES; line += 64)
+                        __builtin_prefetch(later + i / 2 * COUNT * BYTES + line, 0, 2);
                 } else if (!first) __builtin_prefetch(next + i / 2 * job.pace);
 #pragma GCC unroll 2
                 for (int half = 0; half < 2; half++) {

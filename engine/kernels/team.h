@@ -66,15 +66,17 @@ struct Member {
         // Who yields gives its core to another process for long. With more threads than cores the thread that this one
         // waits for may need it.
         static const long cores = std::thread::hardware_concurrency();
-        Clock::time_point stalled;
+        Clock::time_point begun;
+        bool stalled = false;
         for (long tries = of > cores ? 100'000 : 0; barrier.rounds.load(std::memory_order_acquire) == before; tries++) {
-            if (tries == 100'000 && of <= cores && barrier.stalled.exchange(before) != before) stalled = Clock::now();
+            if (tries == 100) begun = Clock::now();  // Most waits are shorter, and shall not ask for the time.
+            if (tries == 100'000 && of <= cores) stalled = barrier.stalled.exchange(before) != before;
             if (tries >= 100'000) std::this_thread::yield();
 #if defined(__x86_64__)
             else __builtin_ia32_pause();
 #endif
         }
-        if (stalled != Clock::time_point()) barrier.stalls++, barrier.lost += (Clock::now() - stalled).count();
+        if (stalled) barrier.stalls++, barrier.lost += (Clock::now() - begun).count();
     }
 
     // This thread's part of the numbers 0 to count - 1 is first to last - 1. Parts begin at multiples of `unit`.
