@@ -6,6 +6,8 @@ weight = (code - 2^(bits-1)) * scale, with one scale for each group of each outp
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from transformers import PreTrainedModel
 
 from engine.gate import TOLERANCE
 from engine.sharedWeights import sharing_copy
+from utils import out_of_memory
 
 BITS = (4, 5, 6, 8)  # of a weight; there are kernels for these
 GROUP = 32  # neighbouring inputs that share a scale
@@ -97,7 +100,7 @@ class QuantisedLinear(nn.Module):
 class Int4Linear(nn.Module):
     """A `QuantisedLinear` with 4 bits in bfloat16, by torch's operator for a GPU. Its inputs stay in bfloat16.
 
-    Raises RuntimeError if the operator is missing, or does not compute the layer's product.
+    Raises RuntimeError if the operator is missing, does not take the layer's sizes, or does not compute its product.
     """
 
     def __init__(self, layer: QuantisedLinear) -> None:
@@ -106,7 +109,8 @@ class Int4Linear(nn.Module):
         self.bits, self.inputs, self.group = layer.bits, codes.shape[1], codes.shape[1] // len(scales)
         # The operator adds a zero point to (code - 8) * scale.
         self.register_buffer("scales", torch.stack([scales, torch.zeros_like(scales)], -1), persistent=False)
-        in_pairs = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], 8)
+        tiles = next(count for count in (8, 4, 2) if self.inputs % (16 * count) == 0)  # that are loaded together
+        in_pairs = torch._convert_weight_to_int4pack(codes[:, ::2] << 4 | codes[:, 1::2], tiles)
         self.register_buffer("codes", in_pairs, persistent=False)
         self.register_buffer("bias", layer.bias, persistent=False)
         x = torch.eye(codes.shape[1], device=codes.device, dtype=torch.bfloat16)[:: max(codes.shape[1] // 8, 1)]
@@ -128,12 +132,29 @@ def tolerance_of(model: nn.Module, dtype: torch.dtype) -> float:
 
 
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:
-    """A copy of the model whose layers named in `codes` have weights of few bits. It shares all other weights."""
+    """A copy of the model whose layers named in `codes` have weights of few bits. It shares all other weights.
+
+    On a GPU, layers in 4 bits are computed by torch's operator. One line says if it fails for some of them.
+    """
     copy = sharing_copy(model)
     by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
     for name, (weight, scales, bits) in codes.items():
         scales = scales.float() if model.device.type == "mps" else scales  # for `rounded`'s reason
         on_device = Codes(weight.to(model.device), scales.to(model.device), bits)
-        layer = QuantisedLinear(on_device, copy.get_submodule(name).bias)
-        copy.set_submodule(name, Int4Linear(layer) if by_torch and bits == 4 else layer)
+        layer: nn.Module = QuantisedLinear(on_device, copy.get_submodule(name).bias)
+        if by_torch and bits == 4:
+            try:
+                layer = Int4Linear(layer)
+            except RuntimeError as error:
+                if out_of_memory(error):
+                    raise
+                say_slow(" ".join(str(error).split())[:200])
+        copy.set_submodule(name, layer)
     return copy
+
+
+@functools.cache
+def say_slow(reason: str) -> None:
+    """Print once that torch's operator failed."""
+    words = "weights in 4 bits are multiplied by several operators, which is slow"
+    print(f"{words}: torch's own for a GPU failed ({reason})", file=sys.stderr)

@@ -20,7 +20,7 @@ from engine.compiling import compiled, is_compiled
 from engine.copies import Copies, weights_of
 from engine.head import load_head
 from engine.kvCache import cache_bytes
-from engine.quantised import BITS, GROUP
+from engine.quantised import BITS, GROUP, Int4Linear, QuantisedLinear
 from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.processes import Processes
 from experiments.schema import Conditions
@@ -284,8 +284,10 @@ def make_copies(target: CachedModel, bits: Sequence[int]) -> Copies:
 
 def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
     """The memory that the target's copy takes. weights: how many of them have few bits."""
-    packed = is_compiled(copy) and copy.device.type == "cpu"
-    return weights * ((bits / 8 if packed else 1) + SCALE)
+    if is_compiled(copy) and copy.device.type == "cpu":
+        return weights * (bits / 8 + SCALE)
+    layers = [part for part in copy.model.modules() if isinstance(part, (QuantisedLinear, Int4Linear))]
+    return sum(x.nbytes for part in layers for name, x in part.named_buffers() if name != "bias")
 
 
 def models_of(settings: Settings) -> dict[str, str]:

@@ -48,6 +48,7 @@ from utils import UserError
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark")
 SUFFIXES = (".py", ".cpp", ".h")
+UNUSED = {"cpu": "engine/cuda*.py", "cuda": "engine/kernels/*.[ch]*"}  # {kind of device: source that only others use}
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
 Fields = Mapping[str, Any]  # a line of any kind
@@ -122,7 +123,7 @@ def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: M
         "command": shlex.join(argv),
         "flags": dict(flags),
         "device": device,
-        "code": code_version(),
+        "code": code_version(device),
         "load": psutil.getloadavg()[0],
         "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
@@ -150,12 +151,14 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @functools.cache
-def code_version() -> str:
-    """A digest of the source in Python and C++, without docstrings and comments: two records with the same digest come
-    from the same code."""
+def code_version(device: str = "cpu") -> str:
+    """A digest of the source in Python and C++ that a device uses, without docstrings and comments: two records with
+    the same digest come from the same code."""
+    unused = UNUSED.get(device.partition(":")[0], "*.none")
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
-    content = [(file.relative_to(files.ROOT).as_posix(), without_comments(file)) for file in sorted(sources)]
+    used = sorted(file for file in sources if not file.match(unused))
+    content = [(file.relative_to(files.ROOT).as_posix(), without_comments(file)) for file in used]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 

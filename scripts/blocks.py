@@ -340,7 +340,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"seconds-{command}": partial(duration, command) for command in ("download", "chat")},
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
-    **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree", "greedy-SmolLM2", "gpu")},
+    **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree", "greedy-SmolLM2", "gpu", "gpu-copy")},
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),

@@ -33,6 +33,7 @@ from utils import UserError
 
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
 RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
+COPY_OF_RANDOM = "--target random:pythia-2.8b --draft self --draftBits 4 --acceptance 0.9"
 UNAIDED = (  # the methods of other programs that need no draft model
     "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,"
     "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,"
@@ -63,10 +64,12 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
         1,
     ),
     "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
+    "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
 }
 # Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
 OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "batch-copy", "categories-SmolLM2")
-CAPABILITY = {"avx2-SmolLM2": "AVX2", "gpu": "CUDA", **dict.fromkeys(OF_AVX512, "AVX512")}
+OF_CUDA = ("gpu", "gpu-copy")
+CAPABILITY = {"avx2-SmolLM2": "AVX2", **dict.fromkeys(OF_CUDA, "CUDA"), **dict.fromkeys(OF_AVX512, "AVX512")}
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -102,12 +105,14 @@ class Records:
         if name in self.files:
             record = self.files[name]
             codes = {part.get("code") for part in record.get("cells") or record.get("rows") or [record]}
-            return "variants" not in record and codes != {code_version()}
+            # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
+            return "variants" not in record and codes != {code_version("cuda" if name == "kernels" else "cpu")}
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
         (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
-        return (run.get("code"), run["command"]) != (code_version(), flags) or 0 < measured < processes
+        code = code_version(run["device"])
+        return (run.get("code"), run["command"]) != (code, flags) or 0 < measured < processes
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -180,7 +185,7 @@ def measure(name: str, folder: Path) -> Run:
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
     while True:
         finished = [run for command, run in finished_runs(folder) if command == flags]
-        runs = [run for run in finished if run[0].get("code") == code_version()]
+        runs = [run for run in finished if run[0].get("code") == code_version(run[0]["device"])]
         if len(runs) >= processes:
             return of_processes(runs[-processes:])
         if len(runs) == before:

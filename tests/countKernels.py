@@ -31,7 +31,7 @@ from engine import kvCache
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.cudaModel import CudaModel, layer_forward
-from experiments.runRecord import origin
+from experiments.runRecord import code_version, origin
 from inputs.randomModels import SHAPES, VOCABULARY
 from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
@@ -260,5 +260,6 @@ def rates(plain, launched, speed):
 
 
 if __name__ == "__main__":
-    record = {**origin(["make", "kernels"], {}, "cpu", {}), "table": table(counted())}
+    code = {"code": code_version("cuda")}  # A GPU's, though none runs it.
+    record = {**origin(["make", "kernels"], {}, "cpu", {}), **code, "table": table(counted())}
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -17,8 +17,11 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from decoding.rows import Rows
 from decoding.verification import RULES, token_rule
 from engine import cudaModel
+from engine.cachedModel import CachedModel
+from engine.copies import weights_of
 from engine.cudaModel import CudaModel, no_captures
 from engine.kvCache import SlotLayer
+from engine.quantised import QuantisedLinear, say_slow
 from engine.sharedWeights import RestrictedModel
 from experiments.speed import time_texts
 from methods.catalogue import build
@@ -336,3 +339,20 @@ def test_one_mask_serves_all_layers():
         calls = [args for op, args, *_ in graph.graph.tape if "scaled_dot_product_attention" in str(op)]
         assert len(calls) == 3 and len({args[3].data_ptr() for args in calls}) == 1
         assert calls[0][3].dtype == torch.float32 and calls[0][3].shape[-1] % 64 == 0
+
+
+def test_a_copy_in_four_bits_without_torchs_operator_is_right_and_said(capsys):
+    """On a card that has none; once for all layers."""
+    say_slow.cache_clear()
+    target, tokens = helpers.tiny(), torch.arange(9)[None]
+    target.model.bfloat16()
+    wanted = helpers.rounded_copy(target, 4).score(tokens)
+    on_device = CachedModel(target.model.to("cuda"), 61, "t")
+    made = helpers.rounded_copy(on_device, 4)
+    assert sum(isinstance(part, QuantisedLinear) for part in made.model.modules()) == len(weights_of(target.model))
+    error = made.score(tokens.to("cuda")).cpu() - wanted
+    assert error.norm() < 0.02 * wanted.norm(), error.norm() / wanted.norm()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "weights in 4 bits are multiplied by several operators, which is slow: torch's own for a GPU"
+    )

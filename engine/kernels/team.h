@@ -104,7 +104,8 @@ void together(bool shared, const F& f) {
 #pragma omp parallel num_threads(of)
     run();
 #endif
-    if (barrier.rounds > 0) crew.ran(of, full, barrier.stalls, barrier.lost, (Clock::now() - begun).count());  // Without barriers nothing waits.
+    if (barrier.rounds > 0)  // Without barriers nothing waits.
+        crew.ran(of, full, barrier.stalls, barrier.lost, (Clock::now() - begun).count());
 #else
     f(Member{barrier});
 #endif
