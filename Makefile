@@ -1,6 +1,6 @@
 # `make run`: from a fresh clone to results.txt. `make test`: the test suite. `make check`: style, types and tests.
 # `make coverage`: the suite, and which lines it runs: it takes about half as long again.
-# `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method and mode.
+# `make test-cuda`: the GPU's code on a software CUDA device and a software mps, every method but the head, and the main modes.
 # `make test-gpu`: the same methods' texts, and the Triton kernel, on a CUDA device.
 # `make test-zoo`: every kind of model that transformers has, made tiny: decoded right, or refused; docs/models.md says which.
 # `make kernels`: counts the CUDA kernels of a round without a GPU, for docs/pythia-on-gpu.md. It needs Triton (pip install triton).

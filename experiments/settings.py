@@ -241,7 +241,8 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     decoding = Watched(**vars(settings.decoding))
     build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
-    build(settings.measuring.names, models, decoding)
+    audited = ["speculative"] if settings.measuring.audit else []  # It guesses along the texts.
+    build([*settings.measuring.names, *audited], models, decoding)
     read |= {"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set()
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         if name not in FLAGS:

@@ -190,7 +190,7 @@ def audit(run, pair_folder, tmp_path):
 
 
 def test_a_run_says_yes(audit, tmp_path, written):
-    line, text = audit(written / "target", "--temperature 0.7 --writtenIn float32")
+    line, text = audit(written / "target", "--temperature 0.7 --writtenIn float32 --gamma 3")
     assert line["seen_by"] == [] and line["written_in"] == "float32" and line["unit"] == UNIT
     assert "No test rejects the text" in text and "temperature 0.7, top-p 0.9" in text
     assert "draft" not in lines_of(tmp_path)[0]["models"]
