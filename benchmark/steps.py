@@ -18,6 +18,7 @@ from decoding.verification import synthetic, token_rule
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer
 from engine.kernels.packedLinear import on_huge_pages
+from engine.quantised import in_few_bits
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, StepLine
 from experiments.speed import Step, synchronize, time_steps
@@ -106,9 +107,11 @@ def bytes_of_weights(model: CachedModel) -> int:
     if layers:  # They are no parameters.
         parts = [part for layer in layers for part in layer.parts.values()]
         return sum(part.nbytes for part in (*parts, model.model.get_output_embeddings().packed))
-    weights = {weight.data_ptr(): weight.nbytes for weight in model.model.parameters()}
-    if model.model.get_input_embeddings().weight is not model.model.get_output_embeddings().weight:
-        weights.pop(model.model.get_input_embeddings().weight.data_ptr())
+    few = [x for _, x in in_few_bits(model.model)]  # They are no parameters either.
+    weights = {x.data_ptr(): x.nbytes for x in (*model.model.parameters(), *few)}
+    embedding = model.model.get_input_embeddings().weight
+    if getattr(model.model.get_output_embeddings(), "weight", None) is not embedding:
+        weights.pop(embedding.data_ptr())
     return sum(weights.values())
 
 

@@ -68,6 +68,7 @@ class CudaModel(CachedModel):
         self.compiles = True  # whether its forward can be compiled, as far as is known
         self.fused: Callable[..., Any] | None = None  # its forward, compiled, while it shall be used
 
+    @torch.inference_mode()  # A graph's own inputs, made in this mode, could not be written to outside of it.
     def run(self, step: Step, *inputs: Any) -> Any:
         """`step(self, *inputs)`, by a graph if possible. inputs: tensors, `Places`, and hashable values."""
         waits = any(getattr(x, "waits", False) for x in inputs)  # A rule that synchronises with the host.

@@ -134,27 +134,35 @@ def tolerance_of(model: nn.Module, dtype: torch.dtype) -> float:
 def quantised_copy(model: PreTrainedModel, codes: Mapping[str, Codes]) -> PreTrainedModel:
     """A copy of the model whose layers named in `codes` have weights of few bits. It shares all other weights.
 
-    On a GPU, layers in 4 bits are computed by torch's operator. One line says if it fails for some of them.
+    On a GPU, layers in 4 bits in bfloat16 are computed by torch's operator. One line says if others are not.
     """
     copy = sharing_copy(model)
-    by_torch = model.device.type == "cuda" and model.dtype == torch.bfloat16
+    on_gpu = model.device.type == "cuda"
     for name, (weight, scales, bits) in codes.items():
         scales = scales.float() if model.device.type == "mps" else scales  # for `rounded`'s reason
         on_device = Codes(weight.to(model.device), scales.to(model.device), bits)
         layer: nn.Module = QuantisedLinear(on_device, copy.get_submodule(name).bias)
-        if by_torch and bits == 4:
+        if on_gpu and bits == 4 and model.dtype == torch.bfloat16:
             try:
                 layer = Int4Linear(layer)
             except RuntimeError as error:
                 if out_of_memory(error):
                     raise
-                say_slow(" ".join(str(error).split())[:200])
+                say_slow(f"torch's own for a GPU failed ({' '.join(str(error).split())[:200]})")
+        elif on_gpu and bits:
+            say_slow("torch's own for a GPU is for 4 bits (--draftBits 4) and bfloat16")
         copy.set_submodule(name, layer)
     return copy
 
 
 @functools.cache
 def say_slow(reason: str) -> None:
-    """Print once that torch's operator failed."""
-    words = "weights in 4 bits are multiplied by several operators, which is slow"
-    print(f"{words}: torch's own for a GPU failed ({reason})", file=sys.stderr)
+    """Print once that a copy is slow."""
+    print(f"Weights in few bits are multiplied by several operators, which is slow: {reason}.", file=sys.stderr)
+
+
+def in_few_bits(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """(name, tensor) of the codes, scales and biases of a model's layers in few bits, if they are not packed for the
+    kernels."""
+    layers = [part for part in model.modules() if isinstance(part, (QuantisedLinear, Int4Linear))]
+    return [named for part in layers for named in part.named_buffers()]

@@ -20,7 +20,7 @@ from engine.compiling import compiled, is_compiled
 from engine.copies import Copies, weights_of
 from engine.head import load_head
 from engine.kvCache import cache_bytes
-from engine.quantised import BITS, GROUP, Int4Linear, QuantisedLinear
+from engine.quantised import BITS, GROUP, in_few_bits
 from engine.sharedWeights import RestrictedModel, library_twin
 from experiments.processes import Processes
 from experiments.schema import Conditions
@@ -151,11 +151,11 @@ class Inputs:
 
     def spread(self, role: str, dtype: str) -> list[str]:
         """The devices that a role's model may be spread over if it is too large for its own. Perplexity and diversity
-        are not timed: for them, layers of the target may stay in the CPU's memory."""
+        are not timed: for them, layers of a target without a copy or a head may stay in the CPU's memory."""
         device = self.device_of(role)
         if self.settings.models.device == "auto" and device == self.device:
             return [*(f"cuda:{index}" for index in range(torch.cuda.device_count())), "cpu"]
-        untimed = dtype == self.text_dtype != self.dtype
+        untimed = dtype == self.text_dtype != self.dtype and not self.roles_of("self") | self.roles_of("head")
         return [device, "cpu"] if untimed and role == "target" and device.startswith("cuda") else []
 
     def check_memory(self, dtype: str, batches: bool, roles: Container[str] | None = None) -> None:
@@ -163,6 +163,8 @@ class Inputs:
         caches, taken = Counter(self.caches(dtype) if batches else {}), Counter[str]()
         for role, folder in self.in_order(roles):
             device, spread = self.device_of(role), self.spread(role, dtype)
+            if role == "target" and self.roles_of("self"):  # Its copy has a byte for each weight.
+                taken[device] += int(weight_bytes(folder, DTYPES[dtype]) / DTYPES[dtype].itemsize * (1 + SCALE))
             used = caches[device], taken[device]
             choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, *used)
             taken[device] += weight_bytes(folder, DTYPES[dtype])
@@ -286,8 +288,7 @@ def copy_bytes(copy: CachedModel, weights: int, bits: int) -> float:
     """The memory that the target's copy takes. weights: how many of them have few bits."""
     if is_compiled(copy) and copy.device.type == "cpu":
         return weights * (bits / 8 + SCALE)
-    layers = [part for part in copy.model.modules() if isinstance(part, (QuantisedLinear, Int4Linear))]
-    return sum(x.nbytes for part in layers for name, x in part.named_buffers() if name != "bias")
+    return sum(x.nbytes for name, x in in_few_bits(copy.model) if name != "bias")
 
 
 def models_of(settings: Settings) -> dict[str, str]:

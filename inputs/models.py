@@ -193,7 +193,7 @@ def load_model(
         remedy = "download both again from the same source"
         raise UserError(f"{folder}: config.json and the weights do not match ({why}); {remedy}")
     loaded = CachedModel(model, vocabulary_of(config, tokenizer), visible(folder.name, ""))
-    if loaded.is_spread:
+    if loaded.is_spread or loaded.device.type != torch.device(device).type:
         places = {f"cuda:{at}" if isinstance(at, int) else str(at) for at in model.hf_device_map.values()}
         layers = f"its layers are on {' and '.join(sorted(places))}, and are computed where there is a GPU"
         print(f"{loaded.name} is too large for {device} in {dtype}: {layers}", file=sys.stderr)

@@ -203,13 +203,13 @@ def run_trials(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     trial = Trial(inputs, models, "float32", append)
     if drawn:
         trial.test_methods()
-        if settings.measuring.plants:
-            # Mistakes are planted in models that run eagerly: layers that are packed for the kernels cannot.
-            eager = inputs.load("float32") if settings.models.compile else models
-            Trial(inputs, eager, "float32", append).find_mistakes()
-            eager = {}
     trial.compare_greedy()
     del trial
+    if drawn and settings.measuring.plants:
+        if settings.models.compile:  # Mistakes are planted in models that run eagerly.
+            models.clear()
+            models = inputs.load("float32")
+        Trial(inputs, models, "float32", append).find_mistakes()
     models.clear()
     # On a processor without bfloat16 that dtype is slow, and text in it is compared all the same.
     fast = pick_dtype(inputs.device).replace("float32", "bfloat16")

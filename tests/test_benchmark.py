@@ -21,6 +21,7 @@ from decoding.treeRules import synthetic_tree
 from decoding.verification import synthetic, token_rule
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
+from engine.copies import weights_of
 from engine.cpuModel import CpuModel
 from engine.sharedWeights import library_twin, sharing_copy
 from experiments.flags import read_flags
@@ -249,6 +250,13 @@ def test_only_compiled_steps_call_kernels(variant):
         weights = 2 * (4 * hidden**2 + 2 * hidden * inner) + vocabulary * hidden
         others = 4 * 2 * (4 * hidden + 4 * hidden + inner + hidden)  # float32 norms and biases
         assert steps.bytes_of_weights(draft) == weights * (4 / 8 + 2 / 32) + others
+
+
+def test_a_copy_that_is_not_packed_is_read_in_bytes():
+    target = helpers.tiny()
+    weights = sum(weight.numel() for weight in weights_of(target.model).values())
+    saved = weights * (4 - 1 - 2 / 32)  # of float32
+    assert steps.bytes_of_weights(rounded_copy(target, 5)) == steps.bytes_of_weights(target) - saved
 
 
 def test_a_prompt_is_read_as_decoding_reads_it(monkeypatch):
