@@ -45,7 +45,7 @@ SMALL_FILES = (
 def files_to_download(repository: Manifest) -> list[HubFile]:
     """The files to download of a repository, the largest last. Raises UserError for no model that can be loaded."""
     repo, paths = repository.repo, [file.path for file in repository.files]
-    shards = rf"model-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
+    shards = rf"model(\.safetensors)?-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
     weights = r"model\.safetensors" if "model.safetensors" in paths else shards
     needed = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
     if not any(file.path.endswith(".safetensors") for file in needed):

@@ -77,7 +77,7 @@ class Model(ABC):
 
     def copy_row(self, source: int, row: int) -> None:
         """Copy the keys and values of the cache's row `source` to another row."""
-        return
+        raise TypeError(f"{self.name} has no rows that can be copied")
 
     def move(self, source: Tensor, slots: Tensor) -> None:
         """Copy keys and values from the slots `source[B, m]` (int64) to `slots[B, m]`."""

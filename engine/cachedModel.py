@@ -102,6 +102,8 @@ class CachedModel(Model):
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         self.vocabulary = vocabulary or config.vocab_size
+        if self.vocabulary > config.vocab_size:
+            raise UserError(f"{name} knows {config.vocab_size} tokens, fewer than the {vocabulary} that are asked for")
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -173,6 +175,11 @@ class CachedModel(Model):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
+        if self.cache is None and self.cache_of is not None:
+            shared = f"{self.name} shares the KV cache of {self.cache_of.name}, which has read nothing"
+            raise UserError(
+                f"{shared}; if that one was compiled, make this one from the compiled one, or compile it too"
+            )
         assert self.cache is not None, "call `reserve` first"
         if places is not None and not self.reads_trees:
             raise UserError(f"{self.name} cannot verify trees of guesses; use a method without a tree")

@@ -97,11 +97,17 @@ class Copies:
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
     """{name: weight `[out, in]`} of the linear layers in the decoder's layers, in their order, and of the output layer.
-    Raises RuntimeError for an unknown type of model."""
+    Raises RuntimeError for an unknown type of model, and for adapters and weights that are quantised already."""
     names, head = names_of(model), model.get_output_embeddings()
     inside = f"{names.base}.{names.layers}."
-    return {
-        name: weight_of(module)
+    layers = {
+        name: module
         for name, module in model.named_modules()
         if module is head or (name.startswith(inside) and isinstance(module, (nn.Linear, Conv1D)))
     }
+    if getattr(model, "peft_config", None):
+        raise RuntimeError("its adapters are not merged")
+    for name, module in layers.items():
+        if type(module) not in (nn.Linear, Conv1D):  # A kind of Linear may keep a scale apart from its weight.
+            raise RuntimeError(f"its layer {name} is a {type(module).__name__}, no plain linear layer")
+    return {name: weight_of(module) for name, module in layers.items()}

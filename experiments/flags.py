@@ -39,8 +39,8 @@ TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuri
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
 OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)
 IN_BATCHES = (
-    "modes that measure speed, except --sweep, and for --lossless",
-    lambda run: run.measuring.groups.keys() & {*TIMED, "lossless"} and not run.measuring.sweep,
+    "modes that measure speed, except --sweep and --steps, and for --lossless",
+    lambda run: run.measuring.groups.keys() & {*TIMED, "lossless"} - {"steps"} and not run.measuring.sweep,
 )
 
 
@@ -345,7 +345,8 @@ def wrong_values(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         for name, declared in FLAGS.items() if getattr(args, single) else ():
             is_given = name not in (single, other) and getattr(args, name) not in (declared.default, None)
             yield is_given, f"--{single} {why}; leave out --{name}"
-    yield args.stride >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
+    given = args.stride != FLAGS["stride"].default  # Else a shorter window has a stride of half of it.
+    yield given and args.stride >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
     several = len(args.temperature or ()) > 1 and not args.sweep
     yield several, "only --sweep takes several temperatures; give one"
     prompts = [flag for flag in ("prompt", "question", "promptFile", "prompts") if getattr(args, flag) is not None]

@@ -130,6 +130,8 @@ def choose_defaults(args: argparse.Namespace) -> None:
         off = "--ppl 0" * (args.ppl == 0) or "--prompts is for speed alone" * bool(args.prompts)
         if args.draft in ("lookup", "head") or (args.head and not args.draft) or args.draftVocab:
             off = off or "this draft has no perplexity"
+        if args.acceptance is not None:
+            off = off or "--acceptance is for speed alone"
         args.speed, args.ppl = int(args.speed is None), int(not off)
         if not (args.speed or args.ppl):
             raise UserError(f"nothing is left to measure: --speed 0, and {off}")
@@ -243,7 +245,9 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     read.discard("gamma")  # A sweep has its own numbers of guesses.
     audited = ["speculative"] if settings.measuring.audit else []  # It guesses along the texts.
     build([*settings.measuring.names, *audited], models, decoding)
-    read |= {"gamma"} if any(METHODS[name].engine for name in settings.measuring.names) else set()
+    others = [METHODS[name] for name in settings.measuring.names if METHODS[name].engine]
+    read |= {"gamma"} if others else set()
+    read |= {"acceptance"} if any(method.guesses for method in others) else set()
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         if name not in FLAGS:
             continue  # It is the value of a flag.

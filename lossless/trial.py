@@ -52,7 +52,8 @@ def logits_as_written(
     for part in (slice(first, first + batch) for first in range(0, len(texts), batch)):
         rows = Rows(prompts[part], len(texts[0]), [model])
         at, logits = rows.lengths[:, None], [model.prefill(rows)[:, None]]
-        for block in upload(texts[part], model.device)[:, :-1].split(width, 1):
+        read = upload(texts[part], model.device)[:, :-1]
+        for block in read.split(width, 1) if read.shape[1] else ():
             logits.append(model.forward(block, at + torch.arange(block.shape[1], device=model.device)))
             at = at + block.shape[1]
         results += torch.cat(logits, 1).to(model.dtype).unbind()

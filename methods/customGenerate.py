@@ -51,7 +51,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 # {model: {bits: its copy}}. A copy keeps no reference to the model.
-_COPIES: WeakKeyDictionary[PreTrainedModel, dict[int, PreTrainedModel]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, torch.device], PreTrainedModel]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, repr=False)
@@ -94,9 +94,9 @@ class speculative:  # called like a function, as `torch.no_grad` is
         if self.draft is not None:
             return ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft"))
         copies = _COPIES.setdefault(target.model, {})
-        if self.bits not in copies:
-            copies[self.bits] = copies_of(target, [self.bits]).of(self.bits, target).model
-        return ModelDrafter(CachedModel(copies[self.bits], self.vocabulary, "the copy", target))
+        if (key := (self.bits, target.device)) not in copies:
+            copies[key] = copies_of(target, [self.bits]).of(self.bits, target).model
+        return ModelDrafter(CachedModel(copies[key], self.vocabulary, "the copy", target))
 
     def __call__(
         self,
@@ -247,9 +247,10 @@ class Stop:
     """
 
     def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
-        self.input_ids, self.max_length, self.texts = input_ids, criteria.max_length, input_ids.tolist()
-        self.ids = {id for each in criteria if isinstance(each, EosTokenCriteria) for id in each.eos_token_id.tolist()}
-        self.others = [each for each in criteria if not isinstance(each, (MaxLengthCriteria, EosTokenCriteria))]
+        self.input_ids, self.texts = input_ids, input_ids.tolist()
+        self.max_length = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=0)
+        self.ids = {id for each in criteria if type(each) is EosTokenCriteria for id in each.eos_token_id.tolist()}
+        self.others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
         self.pad = config._pad_token_tensor
         if self.others and self.pad is None and len(input_ids) > 1:
             refuse("stopping_criteria for a batch without a pad_token_id: its rows end at different lengths")

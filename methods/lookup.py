@@ -174,5 +174,5 @@ class LookupFirst(Drafter):
         return Guesses(
             torch.where(is_looked_up, looked_up.drafts, drafted.drafts),
             torch.where(is_looked_up[..., None], looked_up.q, drafted.q),
-            [len(guesses) or gamma for guesses, gamma in zip(tokens, others)],
+            [len(guesses) or limit for guesses, limit in zip(tokens, drafted.limits or others)],
         )

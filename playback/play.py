@@ -223,7 +223,15 @@ class Chat:
         """Decode an answer, until Ctrl-C at most. Where the context is too short for the conversation, its oldest
         questions and answers are left out."""
         encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.inputs.settings.models.target)
-        while len(prompt := encode(self.questions, self.answers)) + self.max_len > self.context and self.answers:
+
+        def length(prompt: list[int]) -> int:
+            """Of the prompt; in the tokens of the draft, if these are others and more."""
+            translation = self.inputs.translation
+            return max(len(prompt), len(translation.row(prompt)) if translation else 0)
+
+        while (read := length(prompt := encode(self.questions, self.answers))) + self.max_len > self.context:
+            if not self.answers:
+                break
             del self.questions[0], self.answers[0]
         count, pieces = itertools.count(1), Pieces(self.tokenizer)
 
@@ -234,7 +242,7 @@ class Chat:
         def ends(row: int, token: int) -> bool:
             return self.inputs.ends(row, token) or next(count) == max_len
 
-        trace, room = Trace(show) if shown else Trace(), max(min(ROOM, self.context) - len(prompt), max_len)
+        trace, room = Trace(show) if shown else Trace(), max(min(ROOM, self.context) - read, max_len)
         with suppress(KeyboardInterrupt):
             sampler = self.samplers[method]
             sampler([prompt], max_len=room, end_of_text=ends, callback=trace.callback, **self.options)

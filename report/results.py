@@ -186,7 +186,7 @@ def pieces_of_run(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableTyp
     if engines:
         yield engine_table(engines)
     if steps := of_kind(lines, schema.StepLine):
-        yield from step_tables(steps, [line for line in speed if line["mode"] == "compare"])
+        yield from step_tables(steps, [line for line in speed if line["mode"] == "compare" and "batch" not in line])
     yield from losslessReport.lossless_report(lines)
     for end in of_kind(lines, schema.EndLine):
         yield from (plain(f"Figure: {file}") for file in end.get("figures", ()))

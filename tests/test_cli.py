@@ -431,6 +431,16 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     assert answers(room=4096) != kept
 
 
+def test_a_chat_has_room_for_a_prompt_that_is_longer_in_the_drafts_tokens(
+    run, flags, model_folder, foreign, monkeypatch, capsys
+):
+    (model_folder / "chat_template.jinja").write_text(CHAT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a lamp on the table of the old house?\nwhy?\n"))
+    run("--chat --temperature 0 --maxLen 9 --target", model_folder, "--draft", foreign, base=prompted(flags))
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "exceed" not in err  # the first names the tokenizers
+
+
 def texts_of(record):
     """The committed tokens of each turn, as pieces of text."""
     return [[piece for ours, _, own in turn["rounds"] for piece in ours + own] for turn in record["turns"]]

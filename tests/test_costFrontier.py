@@ -33,6 +33,9 @@ class Chain(Model):
     def forward(self, tokens, positions, places=None, keep=None):
         return self.logits[tokens if keep is None else tokens[:, keep]]
 
+    def copy_row(self, source, row):
+        """It keeps nothing."""
+
 
 def tokens_by_gamma():
     """The expected tokens of a round, cut at 0, 1, ..., GAMMA guesses, of rounds of GAMMA guesses: the paths that are

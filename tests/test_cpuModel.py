@@ -17,6 +17,7 @@ from test_otherTokenizer import TEXTS, models_of
 from test_specSampling import PROMPTS
 from torch import nn
 
+from decoding.lengthRules import DraftConfidence
 from decoding.model import Model
 from decoding.rows import uniform
 from decoding.tree import Places, Tree
@@ -29,6 +30,8 @@ from engine.kernels import loader
 from engine.kernels.packedLinear import packed
 from engine.sharedWeights import RestrictedModel
 from methods.catalogue import METHODS, build
+from methods.drafters import ModelDrafter
+from methods.lookup import LookupDrafter, LookupFirst
 from methods.otherTokenizer import OtherTokenizerDrafter
 from methods.samplers import Decoding
 from regrSampling import regrSampling
@@ -678,6 +681,20 @@ def test_a_llama_of_another_type_is_compiled_as_what_it_is():
     model = helpers.tiny("llama")
     model.model.config.__class__ = Renamed
     assert is_compiled(compiled(model))
+
+
+def test_a_row_that_is_looked_up_beside_one_whose_guesses_stop_early():
+    """The second row's draft stops after its first guesses, of ten."""
+    prompts, length = [[5, 9, 2, 7] * 5, [1, 3, 8, 30, 2]], DraftConfidence(10, 1.0)
+    target, draft = compiled(helpers.tiny()), helpers.tiny(seed=1)
+    drafter = LookupFirst(LookupDrafter(61, 2, worth=0), ModelDrafter(compiled(draft)))
+    texts, records = specSampling(prompts, target, drafter, 30, length, GREEDY)
+    assert texts == regrSampling(prompts, target, 30, GREEDY)[0] and any(sum(r.drafted) for r in records)
+
+
+def test_more_tokens_than_a_model_knows_are_refused():
+    with refused("t knows 61 tokens, fewer than the 62 that are asked for"):
+        CachedModel(helpers.tiny().model, 62, "t")
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):

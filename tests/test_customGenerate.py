@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
+    MaxLengthCriteria,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -114,6 +115,13 @@ class AfterSum(StoppingCriteria):
         return input_ids.sum(1) % 5 == 0
 
 
+class AfterOdd(MaxLengthCriteria):
+    """One of the user's own, derived from transformers'."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] % 4 == 3
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -122,6 +130,8 @@ class AfterSum(StoppingCriteria):
         {"ends": 1},
         {"ends": 3},
         {"ends": 1, "pad_token_id": 7, "stopping_criteria": [AfterSum()]},
+        {"ends": 1, "pad_token_id": 7, "stopping_criteria": [AfterOdd(99)]},
+        {"stopping_criteria": [MaxLengthCriteria(25), MaxLengthCriteria(18)]},
         {"repetition_penalty": 1.5},
         {"max_time": 0.0, "max_new_tokens": 1},
         {"num_return_sequences": 1, "max_new_tokens": 7, "temperature": 0.3, "top_k": 7},  # do_sample decides

@@ -87,7 +87,9 @@ def test_sharded_weights_come_with_their_index_and_those_of_an_older_revision_go
     sharded = shards | {"model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", shards))}).encode()}
     whole = {"model.safetensors": files.pop("model.safetensors")}
     others = dict(files)
-    for weights in sharded, whole:
+    renamed = {f"model.safetensors-0000{i}-of-00002.safetensors": os.urandom(2000 + i) for i in (1, 2)}
+    renamed["model.safetensors.index.json"] = json.dumps({"weight_map": dict(zip("ab", renamed))}).encode()
+    for weights in sharded, renamed, whole:
         hub.models[NAME].files = others | weights
         assert download(NAME) == 0 and {f.name for f in downloaded.glob("model*")} == set(weights)
     hub.models[NAME].files = others | sharded

@@ -83,8 +83,7 @@ SPECIAL = {
         "--question": Kind(wrong=["\n\n", "\udcff"]),
         "--promptFile": FILE,
         "--prompts": Kind(alone=["nowhere", ".", "x" * 5000, "specbench"]),
-        "--window": ["512"],  # no more than the stride
-        "--stride": ["1024"],
+        "--stride": ["1024"],  # no less than the window
         "--out": Kind(["new", "new/er"], [__file__, "/dev/null", "/dev/null/new", "x" * 5000]),
     },
     "downloadModel": {
@@ -253,7 +252,7 @@ CLASHES = """
 --temperature 0.5 1 | --temperature 0.5 1 --compare all --diversity | --sweep --temperature 1 -1 | --promptLen 5 0
 --gamma 0 | --gamma 1001 | --gamma1 0 | --gamma2 1001 | --draftThreshold 1.1 | --plausibility -0.1 | --top_p 1.1
 --top_k -1 | --maxLen 0 | --batch 0 | --seed -1 | --seed 4611686018427387904 | --stride 0 | --window 1
---verification x | --dtype int8 | --stride 64 --window 64 | --stride 65 --window 64
+--verification x | --dtype int8 | --stride 64 --window 64 | --steps --batch 2 | --stride 65 --window 64
 """
 
 

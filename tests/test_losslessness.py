@@ -277,6 +277,11 @@ def test_a_quick_run_plants_no_mistakes(outcome):
     assert choose("quick", set(), "lossless") == ["speculative"]
 
 
+def test_texts_of_one_token_are_compared_in_another_dtype(outcome):
+    lines, _ = outcome("fixed,quick --tokens 12 --maxLen 1 --dtype bfloat16")
+    assert {m["dtype"] for m in lines if m.get("test") == "greedy"} == {"float32", "bfloat16"}
+
+
 def test_planted_mistakes_name_the_order_of_their_vocabulary(outcome, flags, monkeypatch):
     """Without a draft model it is by p."""
     few_mistakes(monkeypatch)

@@ -18,6 +18,7 @@ from helpers import rounded_copy
 from outcomes import FREE, speculative_error
 from safetensors.torch import load_file, save_file
 from test_specSampling import PROMPTS, near
+from torch import nn
 from torch.nn.functional import linear
 
 from decoding.drafter import Fixed
@@ -272,15 +273,25 @@ def interrupted(stop, work, title, steps):
 def test_what_cannot_be_rounded_is_refused_in_one_line():
     spread = helpers.tiny()
     spread.model.hf_device_map = {"a": "cuda:0", "b": "cuda:1"}
+    quantised, adapted = helpers.tiny(), helpers.tiny()
+    # As torchao's and others', which keep scales beside the weight.
+    quantised.model.gpt_neox.layers[1].mlp.dense_h_to_4h.__class__ = type("Scaled", (nn.Linear,), {})
+    adapted.model.peft_config = {"default": None}
     for target, reason in {
         helpers.tiny("cohere"): "nothing is known of the layers of cohere",
         spread: "it is spread over several devices",
         compiled(helpers.tiny()): "its layers are packed for the kernels; it can be copied only before it is compiled",
+        quantised: "its layer gpt_neox.layers.1.mlp.dense_h_to_4h is a Scaled, no plain linear layer",
+        adapted: "its adapters are not merged",
     }.items():
         with refused(f"cannot draft for itself: {reason}"):
             copies_of(target)
     with refused("4, 5, 6, 8 bits, not 7"):
         SelfDrafter(helpers.tiny(), 7)
+    target = helpers.tiny()
+    drafter = SelfDrafter(target)
+    with refused("gpt_neox-0 in 6 bits shares the KV cache of gpt_neox-0, which has read nothing", "was compiled"):
+        specSampling(PROMPTS, compiled(target), drafter, 9)
 
 
 # The choice of bits.
