@@ -61,6 +61,7 @@ audit: .venv/installed
 	$(VENV) -m scripts.render
 
 report: .venv/installed
+	$(if $(DRAFT),$(if $(TARGET),,$(error give TARGET too: the first of the two names is the target)))
 	-$(VENV) test.py --check $(if $(DEVICE),--device $(DEVICE))
 	$(VENV) -m scripts.courseReport $(TARGET) $(DRAFT) $(if $(MID),--mid $(MID)) $(if $(OUT),--out $(OUT)) \
 	  $(if $(DATASETS),--data $(DATASETS)) $(if $(TOKENS),--tokens $(TOKENS)) \

@@ -297,7 +297,7 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimit
             raise ValueError('this is not an object with "prompt" and with "tokens" or "text"')
         prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
         if was_text:
-            tokens = ids_after(prompt, fields["prompt"], fields["text"], tokenizer)
+            tokens = ids_after(prompt, fields["prompt"], fields.get("text"), tokenizer)
         else:
             tokens = ids_of(fields["tokens"], "tokens", model)
         if not prompt:

@@ -130,8 +130,11 @@ def alike(u: np.ndarray) -> float:
     drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
     counts = (~np.isnan(u)).sum(0)
     several = counts > 1
-    means = np.nanmean(u[:, several], 0)
-    return float(chi2.sf((12 * counts[several] * (means - 0.5) ** 2).sum(), several.sum())) if several.any() else 1.0
+    if several.sum() < 2:
+        return 1.0
+    # About their own mean, since that is 0.5 only if the texts are the target's.
+    away = (np.nanmean(u[:, several], 0) - np.nanmean(u)) ** 2 / np.nanvar(u)
+    return float(chi2.sf((counts[several] * away).sum(), several.sum() - 1))
 
 
 def power_of(evidence: Evidence, limit: float) -> Power:

@@ -39,7 +39,7 @@ from methods.samplers import Models
 from report.losslessReport import POWER_COLUMNS
 from report.tables import Table, markdown, name_of, table_of
 from scripts.keepRecord import Records, source, without_places
-from utils import GREEDY, Sampling
+from utils import GREEDY, Sampling, UserError
 
 FILE, TEXTS = ROOT / "docs/records/engines.json", FOLDER / "texts"
 TEXT_TOKENS, PROMPTS, GAMMA, ROWS = 200, 40, 4, 32  # ROWS: of this project's batches
@@ -144,6 +144,9 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
+            if any(not other["failed"] for other in before) or name not in methods and METHODS[name].engine:
+                print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
+                continue
             if name in methods:  # It may be in the middle of a text.
                 methods.pop(name).close()
         cell["seconds"] = time.time() - start
@@ -231,9 +234,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--mistakes", action="store_true", help="find the planted mistakes")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of a cell (8000), of a planted mistake (3200)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of its texts (%(default)s)")
-    arguments = vars(parser.parse_args(argv))
-    arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
-    return as_command("auditEngines", lambda: audit_engines(**arguments), "The cells that are done are kept.")
+
+    def audit() -> None:
+        arguments = vars(parser.parse_args(argv))
+        if arguments["mistakes"] and (arguments["names"] or arguments["seed"]):
+            raise UserError("--mistakes is for all of this project's methods, and for seed 0; leave out the others")
+        arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
+        audit_engines(**arguments)
+
+    return as_command("auditEngines", audit, "The cells that are done are kept.")
 
 
 if __name__ == "__main__":

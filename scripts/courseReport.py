@@ -115,8 +115,8 @@ def test_py(words: Sequence[str]) -> int:
 
 def runs_of_steps(plan: Namespace) -> list[tuple[str, Run | None]]:
     """(title, the newest finished run by its command, or None) of each step."""
-    by_command = dict(finished_runs(plan.out))
-    return [(title, by_command.get(command_without_places(command))) for title, command in plan.steps]
+    by_command = dict(finished_runs(plan.out, str))  # Two files may have one name.
+    return [(title, by_command.get(command_without_places(command, str))) for title, command in plan.steps]
 
 
 def make_report(argv: Sequence[str] | None) -> int:

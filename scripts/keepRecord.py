@@ -15,7 +15,7 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,22 +145,23 @@ def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def command_without_places(argv: Sequence[str]) -> str:
-    words, place = [], False  # place: among the values of a flag of PLACES
-    for word in argv:
-        place = word in PLACES if word.startswith("--") else place
-        words += [] if place or word.split("=")[0] in PLACES else [last_name(word)]
-    return shlex.join(words)
-
-
 def last_name(value: Any) -> Any:
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
-def finished_runs(folder: Path) -> list[tuple[str, Run]]:
+def command_without_places(argv: Sequence[str], named: Callable[[str], str] = last_name) -> str:
+    """named: what is left of a word: of a path, its last name."""
+    words, place = [], False  # place: among the values of a flag of PLACES
+    for word in argv:
+        place = word in PLACES if word.startswith("--") else place
+        words += [] if place or word.split("=")[0] in PLACES else [named(word)]
+    return shlex.join(words)
+
+
+def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list[tuple[str, Run]]:
     """(command line without places, run) of each finished run in a folder's results.jsonl, oldest first."""
     finished = [run for run in Results(folder).runs() if of_kind(run[1], EndLine)]
-    return [(command_without_places(shlex.split(run[0]["command"])), run) for run in finished]
+    return [(command_without_places(shlex.split(run[0]["command"]), named), run) for run in finished]
 
 
 def of_processes(runs: Sequence[Run]) -> Run:
@@ -224,9 +225,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
-    args = parser.parse_args(argv)
 
     def keep() -> None:
+        args = parser.parse_args(argv)
         records = Records(root)
         known = [*MEASURED, *records.files]
         if unknown := [name for name in args.name if name not in known]:  # before any is measured, which takes hours

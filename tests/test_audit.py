@@ -251,6 +251,7 @@ BAD = {
     '{"prompt": [1], "tokens": [true]}\n': ["line 1", "not a list of token ids"],
     '{"prompt": 5, "tokens": [2]}\n': ["line 1", '"prompt"', "nor text"],
     '{"prompt": [1], "tokens": []}\n': ["line 1", "no token to test"],
+    '{"prompt": [1], "tokens": null}\n': ["line 1", "text"],
     '{"prompt": "", "tokens": [1]}\n': ["line 1", "prompt has no token"],
     json.dumps({"prompt": [1] * 256, "tokens": [1]}): ["line 1", "256 tokens", "reads 256"],
     json.dumps({"prompt": [1] * 200, "tokens": [1] * 100}): ["line 1", "200 tokens", "text of 100", "reads 256"],
@@ -286,5 +287,6 @@ def test_equal_numbers_at_a_position_are_alike_and_independent_ones_are_not():
     u[5:, 150:] = np.nan
     assert alike(u) > 0.01 and alike(np.broadcast_to(random.random(200), (40, 200))) < 1e-9
     assert alike(u[:1]) == 1.0  # One text has nothing to be like.
+    assert alike(u**0.8) > 0.01  # of a sampler at another temperature
     p = [alike(random.random((30, 50))) for _ in range(400)]
     assert abs(np.mean(np.array(p) < 0.05) - 0.05) < 0.04

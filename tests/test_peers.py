@@ -438,6 +438,11 @@ def test_weights_are_read_and_cut(tmp_path, monkeypatch):
         name = name.replace("lm_head", "embed_out")
         torch.testing.assert_close(torch.from_numpy(weights[name]), cut.float())
     config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    older = {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}  # as on the hub
+    (tmp_path / "config.json").write_text(json.dumps(config | older))
+    assert (Weights(tmp_path, 100).rotary, Weights(tmp_path, 100).theta) == (weights.rotary, weights.theta)
+    config["rope_parameters"] = rope
     scaled = {"rope_parameters": config["rope_parameters"] | {"rope_type": "llama3"}}
     for change, words in ({"model_type": "gpt2"}, "not gpt2$"), (scaled, "type llama3 are not converted$"):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
