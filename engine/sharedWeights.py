@@ -60,6 +60,10 @@ class RestrictedModel(CachedModel):
             raise UserError(
                 f"{draft.name} already has an output layer of {len(whole.tokens)} tokens; leave out --draftVocab"
             )
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < draft.vocabulary:
+            raise UserError(
+                f"{draft.name} has the tokens 0 to {draft.vocabulary - 1}, not all of those that it shall guess"
+            )
         self.tokens = tokens.to(draft.device)
         model.set_output_embeddings(RestrictedHead(whole, self.tokens))
         if draft.model.get_output_embeddings() is not whole:

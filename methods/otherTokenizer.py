@@ -73,7 +73,7 @@ class Tokens:
         # Of tokens with the same bytes the last is taken: SentencePiece has its single bytes first, and writes a letter
         # by the ordinary token.
         self.ids = {content: index for index, content in enumerate(self.contents) if content}
-        if tokenizer.eos_token_id is not None:
+        if tokenizer.eos_token_id is not None and tokenizer.eos_token_id < vocabulary:
             self.special["end of text"] = tokenizer.eos_token_id
         whole, text = (tokenizer.backend_tokenizer.encode("a", add_special_tokens=add).ids for add in (True, False))
         self.front = next(whole[:i] for i in range(len(whole) + 1) if whole[i : i + len(text)] == text)

@@ -11,12 +11,12 @@ from torch import Tensor
 from decoding.drafter import Fixed, Guesses, LengthRule, Observer
 from decoding.model import Model
 from decoding.rows import Callback, EndOfText, Generators, Record, Rows
-from decoding.tree import Places, Tree
+from decoding.tree import MOST, Places, Tree
 from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
 from specSampling import advance
-from utils import Sampling, not_finite
+from utils import Sampling, UserError, not_finite
 
 # What a rule for trees is on a chain.
 ON_CHAINS: dict[TreeRule, VerificationRule] = {traversal_rule: block_rule, top_down_rule: token_rule}
@@ -63,6 +63,8 @@ def treeSampling(
     the committed tokens at their positions.
     """
     rule = Fixed(tree) if isinstance(tree, Tree) else tree
+    if verify not in ON_CHAINS and (rule.shapes is None or any(shape.size > MOST for shape in rule.shapes)):
+        raise UserError(f"this rule verifies chains as trees: give the shapes, each of at most {MOST} guesses")
     spare = max((shape.size for shape in rule.shapes or ()), default=0)
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare, generator, batch)
     drafter.begin(rows)

@@ -694,6 +694,8 @@ def test_a_row_that_is_looked_up_beside_one_whose_guesses_stop_early(monkeypatch
 
 
 def test_more_tokens_than_a_model_knows_are_refused():
+    with refused("gpt_neox-0 has the tokens 0 to 60, not all"):
+        RestrictedModel(helpers.tiny(), torch.tensor([5, 61]))
     with refused("t knows 61 tokens, fewer than the 62 that are asked for"):
         CachedModel(helpers.tiny().model, 62, "t")
 

@@ -5,13 +5,16 @@ from dataclasses import replace
 import helpers
 import pytest
 import torch
+from conftest import refused
 from helpers import DRAWS
 from test_specSampling import FREE, PROMPTS, near
 
 from decoding import tree as trees
+from decoding.drafter import Fixed
+from decoding.lengthRules import Additive
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
-from decoding.treeRules import TREE_RULES, traversal_rule
+from decoding.treeRules import TREE_RULES, synthetic_tree, traversal_rule
 from methods import treeSampling as loop
 from methods.drafters import ModelDrafter
 from methods.treeSampling import ON_CHAINS, TreeDrafter, treeSampling
@@ -194,3 +197,11 @@ def test_a_full_context_leaves_no_room_for_positions_beyond_it():
     target = helpers.tiny(context=32)
     texts, _ = treeSampling([[1] * 12], target, TreeDrafter(near(target)), 20, Tree.of("3,2,1,1"), GREEDY)
     assert texts == regrSampling([[1] * 12], target, 20, GREEDY)[0]
+
+
+@pytest.mark.parametrize("shape", [Additive(3), Fixed(Tree.chain(63))])
+def test_a_rule_of_ones_own_needs_shapes_that_fit(shape):
+    """Their slots are reserved, and a node's ancestors are the bits of a number."""
+    verify, target = synthetic_tree(0.5, traversal_rule), helpers.tiny()
+    with refused("verifies chains as trees: give the shapes, each of at most 62 guesses"):
+        treeSampling(PROMPTS, target, TreeDrafter(near(target)), 40, shape, verify=verify)
