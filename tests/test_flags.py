@@ -349,13 +349,15 @@ def test_a_last_flag_that_changes_nothing_is_refused(argv):
     parse(argv.split(), again=True)  # A record names all flags.
 
 
-USEFUL = """
+USEFUL = f"""
 --speed --gamma 3 --verification block | --sweep --verification block --ngram 2 --draft lookup
 --sweep --speed --gamma 3 | --speed --draftLength draftConfidence --draftThreshold 0.3
 --compare all --mid bundled-mid --draft bundled-draft --gamma1 4 --gamma2 3 --ngram 2 --plausibility 0.2
 --compare noCache,speculativeNoCache --gamma 3 | --speed --tree 2,1 --treeRule topDown
 --lossless self,head --draftTop_p 0.5 --draftBits 4 | --ppl --diversity --dataset wikitext --sentences 3
 --show --prompt x --gamma 3
+--audit {__file__} --gamma 3 | --audit {__file__} --draft bundled-draft --tree 2,1 | --audit {__file__} --ngram 2
+--acceptance 0.6 | --compare llama.cpp:draft --acceptance 0.6 | --ppl --window 256
 """
 
 
