@@ -144,11 +144,12 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
             cell |= judged(method, key, inputs, models, tokens)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
-            if any(not other["failed"] for other in before) or name not in methods and METHODS[name].engine:
-                print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
-                continue
+            is_missing = name not in methods and METHODS[name].engine
             if name in methods:  # It may be in the middle of a text.
                 methods.pop(name).close()
+            if is_missing or any(not other["failed"] for other in before):
+                print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
+                continue
         cell["seconds"] = time.time() - start
         record["cells"] = [other for other in record["cells"] if other not in before] + [cell]
         keep()

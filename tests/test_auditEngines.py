@@ -71,3 +71,13 @@ def test_the_page_names_what_is_rejected_and_an_engine_that_fails_is_tried_again
     assert audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["failed"] == "PeerError: no such cache"
     monkeypatch.setattr(LibraryMethod, "text", honest)
     assert not audit("generate:plain", seed=1)["generate:plain", "T 1", 1]["seen_by"]
+
+
+def test_a_measured_cell_stays_where_the_engine_fails_or_is_not_installed_now(audit, monkeypatch, capsys):
+    before = audit("generate:plain")
+    for broken in "load", "text":
+        with monkeypatch.context() as patch:
+            patch.setattr(LibraryMethod, broken, Mock(side_effect=PeerError("it is not installed")))
+            assert audit("generate:plain", tokens=400) == before
+            assert broken == "text" or audit("generate:plain", seed=1) == before
+        assert "it is not installed; the record keeps what it has" in capsys.readouterr().err

@@ -101,14 +101,12 @@ class Weights:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] not in ("gpt_neox", "llama"):
             raise ValueError(f"only GPT-NeoX and Llama models are converted, not {config['model_type']}")
-        # Files that are older than transformers 5 name the numbers of rotary embeddings otherwise.
-        older = {
-            "rope_theta": config.get("rotary_emb_base", 10000),
-            "partial_rotary_factor": config.get("rotary_pct", 1),
-        }
-        older |= {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
         scaled = config.get("rope_scaling") or {}
-        older |= {"rope_type": scaled.get("rope_type", scaled.get("type", "default"))}
+        older = {  # as files that are older than transformers 5 name these
+            "rope_type": scaled.get("rope_type", scaled.get("type", "default")),
+            "rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000)),
+            "partial_rotary_factor": config.get("rotary_pct", 0.25 if config["model_type"] == "gpt_neox" else 1),
+        }
         rope = config.get("rope_parameters") or older
         if rope.get("rope_type", "default") != "default":
             raise ValueError(f"rotary embeddings of type {rope['rope_type']} are not converted")
