@@ -5,14 +5,16 @@ end to the other (linear.h).
 """
 
 import ctypes
-import mmap
+import math
 import sys
+import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-HUGE = 2 << 20  # Bytes of a huge page. Smaller tensors gain nothing.
+HUGE, PIECE, LINE = 2 << 20, 32 << 20, 64  # Bytes of a huge page, of a piece of memory, and of a cache line.
 MADV_HUGEPAGE = 14
 SIDE, TILE = 32, 32  # outputs side by side in a block, and inputs of a tile, as in linear.h
 
@@ -24,7 +26,7 @@ def packed(weight: Tensor) -> Tensor:
     if weight.dtype not in (torch.float32, torch.bfloat16) or weight.shape[1] % pair:
         raise RuntimeError(f"there is no kernel for a weight of {weight.shape[1]} numbers in {weight.dtype}")
     blocks = -(-len(weight) // SIDE)
-    result = on_huge_pages(weight.new_empty(blocks, weight.shape[1] // pair, SIDE, pair))
+    result = on_huge_pages((blocks, weight.shape[1] // pair, SIDE, pair), weight.dtype)
     torch.ops.native.pack(weight.contiguous(), result)
     return result
 
@@ -45,14 +47,30 @@ def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
             rows.append(((tiles >> bit & 1) << place).sum(3, keepdim=True, dtype=torch.uint8))
     of_groups = scales.to(torch.bfloat16).view(-1, SIDE, groups).transpose(1, 2).contiguous().view(torch.uint8)
     parts = torch.cat([of_groups, torch.cat(rows, 3).flatten(2)], 2)
-    return on_huge_pages(torch.empty_like(parts)).copy_(parts)
+    return on_huge_pages(parts.shape, parts.dtype).copy_(parts)
 
 
-def on_huge_pages(empty: Tensor) -> Tensor:
-    """The same tensor, on huge pages if it is in a CPU's memory and the system allows it. Nothing may have been written
-    to it yet: a page gets its size when it is first written."""
-    if sys.platform == "linux" and empty.device.type == "cpu" and empty.nbytes >= HUGE:
-        first = -(-empty.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = empty.data_ptr() + empty.nbytes - first
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)  # Advice: may fail.
-    return empty
+class Piece(threading.local):
+    """What is left of the memory that the next packed weights get."""
+
+    rest = torch.empty(0, dtype=torch.uint8)
+
+
+_piece = Piece()
+
+
+@torch.inference_mode(False)
+def on_huge_pages(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty tensor in a CPU's memory, on huge pages if the system allows it. The weights of a layer are smaller than
+    such a page or of no whole number of them, so they lie side by side in a piece of memory. It is freed with the last
+    of them."""
+    size = math.prod(shape) * dtype.itemsize
+    room = -(-size // LINE) * LINE
+    if room > len(_piece.rest):
+        whole = torch.empty(max(room, PIECE) + HUGE, dtype=torch.uint8)
+        _piece.rest = whole[-whole.data_ptr() % HUGE :]
+        if sys.platform == "linux":
+            first, length = _piece.rest.data_ptr(), len(_piece.rest) // HUGE * HUGE
+            ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), MADV_HUGEPAGE)  # It may fail.
+    result, _piece.rest = _piece.rest[:size], _piece.rest[room:]
+    return result.view(dtype).view(*shape)
