@@ -5,7 +5,6 @@ import copy
 import gc
 import itertools
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -253,21 +252,6 @@ def test_nothing_behind_the_weights_and_the_cache_is_read(dtype, monkeypatch):
         for width in 1, 2, 5, 13, 71:
             logits = model.forward(tokens_of(2, width, draws()), block_at([71 - width] * 2, width))
             assert logits.isfinite().all()
-
-
-def test_packed_weights_have_memory_of_their_own():
-    """Of several threads, written in inference mode and outside."""
-
-    def pack(seed):
-        weights = [torch.randn(size, 64, generator=draws(seed)) for size in (33, 512, 7, 90_000)]
-        with torch.inference_mode(seed % 2 == 0):
-            return [packed(weight) for weight in weights]
-
-    with ThreadPoolExecutor(4) as pool:
-        tensors = [tensor for tensors in pool.map(pack, range(8)) for tensor in tensors]
-    for tensor in tensors:
-        tensor.fill_(tensor.data_ptr() % 1009)
-    assert all((tensor == tensor.data_ptr() % 1009).all() for tensor in tensors)
 
 
 decoder_of, angles = Description.decoder, Description.angles

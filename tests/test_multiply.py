@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -196,14 +197,23 @@ def is_advised(tensor):
     sys.platform != "linux" or not MODE.exists() or "[madvise]" not in MODE.read_text(),
     reason="no huge pages to ask for",
 )
-def test_large_tensors_are_on_huge_pages():
-    plain, wanted = (torch.empty(16 * HUGE, dtype=torch.uint8) for _ in range(2))
-    assert not is_advised(plain) and on_huge_pages(wanted) is wanted
-    assert is_advised(wanted.fill_(1)) and not is_advised(plain)
+def test_packed_weights_are_on_huge_pages():
+    plain, small = torch.empty(16 * HUGE, dtype=torch.uint8), on_huge_pages([3, 5], torch.float32)
+    large = on_huge_pages([16, HUGE], torch.bfloat16)
+    assert is_advised(large.fill_(1)) and is_advised(small.fill_(1)) and not is_advised(plain)
 
 
-def test_tensors_keep_what_is_written_to_them():
-    for shape in (0,), (3, 5), (HUGE + 1,), (2, HUGE):
-        tensor = on_huge_pages(torch.empty(shape, dtype=torch.uint8)).fill_(7)
-        assert tensor.shape == shape and (tensor == 7).all()
-        assert on_huge_pages(torch.empty(shape, device="meta")).shape == shape
+def test_packed_weights_have_memory_of_their_own():
+    """They are asked for by several threads, in inference mode and outside."""
+    sizes = (0,), (3, 5), (HUGE + 1,), (2, 7), (2, HUGE)
+
+    def tensors(number):
+        with torch.inference_mode(number % 2 == 0):
+            return [on_huge_pages(size, dtype) for size in sizes for dtype in (torch.uint8, torch.float32)]
+
+    with ThreadPoolExecutor(4) as pool:
+        every = [tensor for tensors in pool.map(tensors, range(8)) for tensor in tensors]
+    for number, tensor in enumerate(every):
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(every))
+    assert [tensor.shape for tensor in every[::2]] == [*sizes] * 8
