@@ -128,8 +128,9 @@ def forward_lines(
     steps: dict[tuple[str, str, int], Step] = {}  # (what is read, "read" or "forward", the way or the tokens)
     for name, size in (sizes | {"memory": LARGE}).items():
         device = roles.get(name, roles["target"]).device
-        empty = torch.empty(max(min(size, LARGE) // 4096, 1), 1024, device=device)
-        buffers[name] = buffer = on_huge_pages(empty).uniform_()
+        shape = max(min(size, LARGE) // 4096, 1), 1024
+        empty = on_huge_pages(shape, torch.float32) if device.type == "cpu" else torch.empty(shape, device=device)
+        buffers[name] = buffer = empty.uniform_()
         ways = buffer.sum, buffer.norm, partial(torch.mv, buffer, torch.ones(1024, device=device))
         steps |= {(name, "read", way): read for way, read in enumerate(ways)}
         if name in roles:

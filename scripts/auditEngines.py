@@ -4,8 +4,9 @@
     python -m scripts.auditEngines openvino:draft --seed 1  those of one engine, with other texts
     python -m scripts.auditEngines --mistakes               how many tokens the tests need to see a planted mistake
 
-A cell is a method with the settings of its sampling, on the bundled pair in float32. It is judged as `test.py --audit`
-judges, and kept as soon as it is done. `make bench-peers` installs the engines.
+A cell is a method with the settings of its sampling, on the bundled pair in float32. This project's methods are
+compiled. A cell is judged as `test.py --audit` judges, by eager models, and kept as soon as it is done. `make
+bench-peers` installs the engines.
 """
 
 import json
@@ -20,7 +21,7 @@ import torch
 
 from benchmark.others import CHECKED_BATCH, GREEDY_TOKENS, drawn_texts, method_of, sources_of
 from benchmark.peers import OtherMethod, PeerError
-from experiments.loading import Inputs, LoadedModels
+from experiments.loading import SCORED, Inputs, LoadedModels
 from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, run_record
 from experiments.settings import parse
@@ -59,7 +60,7 @@ ENGINES = (
 OWN = "fixed,block,tree,topDown,lookup,lookupFirst,self,head,cascade,additive,draftConfidence,targetConfidence"
 FLAGS = (
     "--target bundled-target --draft bundled-draft --mid bundled-mid "
-    f"--head bundled-head --draftBits 6 --tree 4,2 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32"
+    f"--head bundled-head --draftBits 6 --tree 4,2 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32 --compile"
 )
 
 
@@ -105,6 +106,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     record = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": []}
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN}"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
+    judges = inputs.load(inputs.dtype, roles=SCORED)
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
     about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
     for cell in record["cells"]:  # The record's machine is the last one that was used.
@@ -141,7 +143,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 methods[name] = OwnMethod(build([name], cast(Models, models), inputs.settings.decoding)[name])
             method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
-            cell |= judged(method, key, inputs, models, tokens)
+            cell |= judged(method, key, inputs, judges, tokens)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
             is_missing = name not in methods and METHODS[name].engine
