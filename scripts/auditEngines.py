@@ -60,7 +60,7 @@ ENGINES = (
 OWN = "fixed,block,tree,topDown,lookup,lookupFirst,self,head,cascade,additive,draftConfidence,targetConfidence"
 FLAGS = (
     "--target bundled-target --draft bundled-draft --mid bundled-mid "
-    f"--head bundled-head --draftBits 6 --tree 4,2 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32 --compile"
+    f"--head bundled-head --draftBits 6 --tree 4,2 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32"
 )
 
 
@@ -104,7 +104,7 @@ def judged(
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
     record = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": []}
-    mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN}"
+    mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN} --compile"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
     judges = inputs.load(inputs.dtype, roles=SCORED)
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
