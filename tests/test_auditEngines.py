@@ -81,3 +81,14 @@ def test_a_measured_cell_stays_where_the_engine_fails_or_is_not_installed_now(au
             assert audit("generate:plain", tokens=400) == before
             assert broken == "text" or audit("generate:plain", seed=1) == before
         assert "it is not installed; the record keeps what it has" in capsys.readouterr().err
+
+
+def test_planted_mistakes_are_kept_by_both_orders_and_found_anew_beside_the_cells(audit):
+    cells = audit("fixed")
+    for _ in range(2):
+        auditEngines.audit_engines(None, True, 400, 0)
+        record = json.loads(auditEngines.FILE.read_text())
+        found = {(line["order"], line["mistake"]): line["seen_by"] for line in record["mistakes"]}
+        assert len(found) == len(record["mistakes"]) and found["draft", "always accept"] and found["p", "always accept"]
+    assert record["cells"] == list(cells.values())
+    assert "always accept" in auditEngines.mistakes_table({"engines": (record, [])})
