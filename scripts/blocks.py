@@ -341,6 +341,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree", "greedy-SmolLM2", "gpu", "gpu-copy")},
+    "top-k-SmolLM2": partial(printed, "top-k-SmolLM2", "Speed:", columns=OF_PLAIN, by="tokens/s"),
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),

@@ -49,6 +49,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "head": (f"--compare head,fixed,block {COMPILED} --sentences 40", 5),
     "benchmark-SmolLM2": (f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {OF_128}", 5),
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
+    "top-k-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} --top_k 40 {OF_128}", 5),
     "avx2-SmolLM2": (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
@@ -67,7 +68,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
 }
 # Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
-OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "batch-copy", "categories-SmolLM2")
+OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "batch-copy", "categories-SmolLM2")
 OF_CUDA = ("gpu", "gpu-copy")
 CAPABILITY = {"avx2-SmolLM2": "AVX2", **dict.fromkeys(OF_CUDA, "CUDA"), **dict.fromkeys(OF_AVX512, "AVX512")}
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
