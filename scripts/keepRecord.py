@@ -62,7 +62,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "benchmark": (f"--compare all,{OTHERS} --steps {COMPILED} --maxLen 300 --sentences 4", 5),
     "benchmark-pythia": (
         f"--compare fixed,block,self,{OTHERS} --steps {RANDOM} {COMPILED} --maxLen 48 --sentences 1",
-        1,
+        2,
     ),
     "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
     "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
