@@ -209,7 +209,7 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
     names = [fill("overall" if name == OVERALL else visible(name, ""), 16) for name in groups]
     axes.set_xticks(range(len(groups)), names, parse_math=False)
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set(major_locator=plt.MaxNLocator(6, steps=(1, 2, 5, 10)), major_formatter="{x:g}")
     axes.set(ylabel="speed-up over plain decoding")
     bars = f"95 % intervals, or ranges of fewer than {FEW} questions or processes"
     axes.set_title(f"ratios of mean speeds over questions, as in Spec-Bench; {bars}")
