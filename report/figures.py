@@ -106,7 +106,7 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     others += ", hatched where a test tells the text from the target's" if engines else ""
     what = f"queues of {queues[0]['batch']} texts at a time, " if queues else ""
     what += f"prompts of {lengths[0]} tokens, " if len(lengths) > 1 else ""
-    axes.set_title(f"{what}medians, {bars_of(row['throughput'] for row in rows)}{others}")
+    axes.set_title(fill(f"{what}medians, {bars_of(row['throughput'] for row in rows)}{others}", 100))
     return figure
 
 

@@ -348,7 +348,7 @@ def time_ratio(upper: Sequence[float], lower: Sequence[float]) -> Interval:
 
 def limits_of(lines: Sequence[StepLine]) -> Mapping[str, float]:
     """{role: the memory limit of its forwards, in bytes per second}: the fastest that as many bytes, or more, were read
-    in any turn, by reading alone or by a forward.
+    in any turn (of several processes, in the median turn of any), by reading alone or by a forward.
 
     A pair of the same turn would not do: on a machine whose memory is shared, each of the two may meet another load,
     and the share would be above 1 where the reading was disturbed.

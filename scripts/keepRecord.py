@@ -17,13 +17,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import torch
 
 from experiments.intervals import too_fast
 from experiments.runRecord import code_version
-from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, of_kind
+from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
@@ -166,8 +167,9 @@ def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list
 
 
 def of_processes(runs: Sequence[Run]) -> Run:
-    """One record of several runs of one command: all their timed texts with the number of the process, and what else
-    the first one measured. Raises UserError if they are of several machines or weights, or a figure cannot be right."""
+    """One record of several runs of one command: all their timed texts with the number of the process, of each step
+    (`--steps`) the median of each process, and what else the first one measured. Raises UserError if they are of
+    several machines or weights, or a figure cannot be right."""
     run, lines = runs[0]
     if differ := differing(head for head, _ in runs):
         names = ", ".join(head["run"] for head, _ in runs)
@@ -178,7 +180,13 @@ def of_processes(runs: Sequence[Run]) -> Run:
         timed += [cast(dict[str, Any], line) | process for line in body if line["kind"] in TIMED]
     for wrong in too_fast(of_kind(timed, SpeedLine)):
         raise UserError(f"{wrong}; was the machine busy? Measure again in another folder (--from)")
-    return run, timed + [line for line in lines if line["kind"] not in TIMED]
+    rest: list[Any] = [line for line in lines if line["kind"] not in TIMED]
+    if len(runs) > 1:
+        steps = [of_kind(body, StepLine) for _, body in runs]
+        for line, of_each in zip(of_kind(rest, StepLine), zip(*steps, strict=True), strict=True):
+            seconds = [median(step["seconds"]) for step in of_each]
+            cast(dict[str, Any], line).update(seconds=seconds, processes=len(runs))
+    return run, timed + rest
 
 
 def measure(name: str, folder: Path) -> Run:
