@@ -361,6 +361,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "avx2-scoring": partial(printed, AVX2, "Forwards"),
     "avx2-best": partial(printed, AVX2, "Speed:", columns=OF_PLAIN, by="tokens/s"),
     "avx2-self": partial(row_ratio, AVX2, "self", "target"),
+    "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     "round": partial(printed, PAIR, "A round"),
     "over-plain": partial(row_ratio, PAIR, "fixed", "target"),
     "over-plain-block": partial(row_ratio, PAIR, "block", "target"),
