@@ -57,7 +57,7 @@ POWER_COLUMNS: Columns[PowerLine] = {
     "": lambda line: line["mistake"],
     "planted in": lambda line: name_of(line.get("method", "")),
     "what is wrong": lambda line: line["what"],
-    "seen in": lambda line: line["seen_in"],
+    "known from": lambda line: line["seen_in"],
     "tokens\nneeded": lambda line: f"{'' if line['seen_by'] else '> '}{line['tokens']:,}",
     "seen by": lambda line: ", ".join(TESTS[test] for test in line["seen_by"]) or "none",
 }

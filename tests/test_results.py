@@ -307,7 +307,7 @@ def test_methods_are_in_the_order_of_their_speed_up_and_not_of_throughput(tmp_pa
 # The tables of all modes. What a title stands for is said below its table; these say it
 # themselves.
 PLAIN = {
-    *("category", "", "texts", "tokens", "dtype", "what is wrong", "seen by", "seen in", "planted in", "prompt"),
+    *("category", "", "texts", "tokens", "dtype", "what is wrong", "seen by", "known from", "planted in", "prompt"),
     *("context", "measured", "text", "draft", "target", "per", "tokens needed", "of them differ", "version"),
     *("precision", "of a plain step", "tokens/s", "ms", "ms a token"),
 }
