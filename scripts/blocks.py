@@ -37,7 +37,7 @@ from utils import UserError
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
-AVX2 = "avx2-SmolLM2"
+OF_PROCESSORS = {kind: f"{kind}-SmolLM2" for kind in ("avx2", "amx")}  # runs of one command on other processors
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
 BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
@@ -358,9 +358,12 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
-    "avx2-scoring": partial(printed, AVX2, "Forwards"),
-    "avx2-best": partial(printed, AVX2, "Speed:", columns=OF_PLAIN, by="tokens/s"),
-    "avx2-self": partial(row_ratio, AVX2, "self", "target"),
+    **{f"{kind}-scoring": partial(printed, run, "Forwards") for kind, run in OF_PROCESSORS.items()},
+    **{
+        f"{kind}-best": partial(printed, run, "Speed:", columns=OF_PLAIN, by="tokens/s")
+        for kind, run in OF_PROCESSORS.items()
+    },
+    **{f"{kind}-self": partial(row_ratio, run, "self", "target") for kind, run in OF_PROCESSORS.items()},
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     "round": partial(printed, PAIR, "A round"),
     "over-plain": partial(row_ratio, PAIR, "fixed", "target"),

@@ -51,7 +51,8 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "benchmark-SmolLM2": (f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {OF_128}", 5),
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
     "top-k-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} --top_k 40 {OF_128}", 5),
-    "avx2-SmolLM2": (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
+    "avx2-SmolLM2": (ON_KIND := f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
+    "amx-SmolLM2": (ON_KIND, 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3 {OWN_COPY}", 1),
@@ -68,10 +69,11 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
     "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
 }
-# Of the processor, by torch, or "CUDA": the record is measured on such a machine alone.
+# Of the processor, by torch, "AMX" or "CUDA": the record is measured on such a machine alone.
 OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "batch-copy", "categories-SmolLM2")
 OF_CUDA = ("gpu", "gpu-copy")
-CAPABILITY = {"avx2-SmolLM2": "AVX2", **dict.fromkeys(OF_CUDA, "CUDA"), **dict.fromkeys(OF_AVX512, "AVX512")}
+CAPABILITY = {"avx2-SmolLM2": "AVX2", "amx-SmolLM2": "AMX"}
+CAPABILITY |= dict.fromkeys(OF_CUDA, "CUDA") | dict.fromkeys(OF_AVX512, "AVX512")
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -245,6 +247,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         args.folder.mkdir(exist_ok=True)
         failed = []
         here = [torch.backends.cpu.get_cpu_capability(), *["CUDA"] * torch.cuda.is_available()]
+        here += ["AMX"] * torch.cpu._is_amx_tile_supported()
         stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, here[0]) in here]
         for name in args.name or stale:
             try:
