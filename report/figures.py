@@ -86,14 +86,14 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     shown = "compare", lengths[0]
     queues = [line for line in of_kind(lines, schema.QueueLine) if (line["mode"], line["promptLen"]) == shown]
     rows = sorted(summarize(speed, queues=queues), key=lambda row: row["throughput"].middle)
-    engines = {line["method"]: line for line in of_kind(lines, schema.EngineLine)}
+    engines = of_kind(lines, schema.EngineLine)
+    rejected = {line["method"] for line in engines if (drawn := line["drawn"]) and drawn["seen_by"]}
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.26 * len(rows)))
     longest = max(np.nanmax(row["throughput"]) for row in rows)
     for y, row in enumerate(rows):
         middle, low, high = row["throughput"]
-        drawn = engines[row["method"]]["drawn"] if row["method"] in engines else None
         colour = GREY if row["method"] == "target" else BROWN if ":" in row["method"] else BLUE
-        hatch = "////" if drawn and drawn["seen_by"] else None
+        hatch = "////" if row["method"] in rejected else None
         axes.barh(y, middle, color=colour, hatch=hatch, edgecolor=GREY, linewidth=0, height=0.72)
         error = np.nan_to_num([[max(middle - low, 0)], [max(high - middle, 0)]])
         axes.errorbar(middle, y, xerr=error, color=DARK, capsize=2, linewidth=1)
@@ -103,7 +103,7 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
     axes.set(yticks=range(len(rows)), yticklabels=names, xlabel="tokens per second")
     axes.set(xlim=(0, 1.22 * longest), ylim=(-0.6, len(rows) - 0.4))
     others = "; brown: other programs" if any(":" in row["method"] for row in rows) else ""
-    others += ", hatched where a test tells the text from the target's" if engines else ""
+    others += ", hatched where a test tells the text from the target's" if rejected else ""
     what = f"queues of {queues[0]['batch']} texts at a time, " if queues else ""
     what += f"prompts of {lengths[0]} tokens, " if len(lengths) > 1 else ""
     axes.set_title(fill(f"{what}medians, {bars_of(row['throughput'] for row in rows)}{others}", 100))

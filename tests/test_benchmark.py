@@ -314,6 +314,8 @@ def test_the_bars_are_sorted_and_those_of_text_that_is_not_the_targets_are_hatch
     assert widths == sorted(widths) and len(widths) == 4
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [True, False, False, False]
     assert [text.get_text() for text in axes.texts][-1] == "31.0 (2.82 of plain)"
+    (unhatched,) = figures.draw_speed([line for line in lines if line.get("method") != "vllm:lookup"]).axes
+    assert ["hatched" in each.get_title("left") for each in (axes, unhatched)] == [True, False]
 
 
 # Random weights, and acceptance by a coin.
