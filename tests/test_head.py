@@ -120,7 +120,8 @@ def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
                     q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
                     close(seen[-1].q[row, path[-1]], q[-1])
             for row, text in enumerate(rows.texts):
-                close(target.features[row, : len(text)], true_features(source[0], text[:-1]))
+                expected = true_features(source[0], text[:-1])  # Sums of numbers up to a hundred: float32 rounds them.
+                close(target.features[row, : len(text)], expected, atol=max(2e-4, 5e-6 * expected.abs().max().item()))
     return sum(sum(record.accepted) for record in rows.records)
 
 
