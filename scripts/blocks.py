@@ -37,7 +37,7 @@ from utils import UserError
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
-OF_PROCESSORS = {kind: f"{kind}-SmolLM2" for kind in ("avx2", "amx")}  # runs of one command on other processors
+OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "amx")}  # runs of one command on other processors
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
 BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
@@ -356,14 +356,13 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "lossless-greedy": partial(printed, "lossless", "Greedy texts"),
     "lossless-mistakes": partial(printed, "lossless", "Planted mistakes"),
     **{f"{of}kinds": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=OWN) for of, run in RUNS.items()},
-    **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in RUNS.items()},
+    **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in (RUNS | OF_PROCESSORS).items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
-    **{f"{kind}-scoring": partial(printed, run, "Forwards") for kind, run in OF_PROCESSORS.items()},
     **{
-        f"{kind}-best": partial(printed, run, "Speed:", columns=OF_PLAIN, by="tokens/s")
-        for kind, run in OF_PROCESSORS.items()
+        f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, by="tokens/s")
+        for of, run in OF_PROCESSORS.items()
     },
-    **{f"{kind}-self": partial(row_ratio, run, "self", "target") for kind, run in OF_PROCESSORS.items()},
+    **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_PROCESSORS.items()},
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     "round": partial(printed, PAIR, "A round"),
     "over-plain": partial(row_ratio, PAIR, "fixed", "target"),
