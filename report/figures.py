@@ -128,13 +128,14 @@ def draw_sweep(lines: Sequence[Line]) -> Figure:
         label = f"measured, temperature {cost['temperature']}: alpha {prediction['alpha']:.2f}, c {prediction['c']:.2f}"
         axes.errorbar(gammas + aside, middle, error, fmt="o", color=colour, markersize=4.5, capsize=2, label=label)
         for theory, (style, name) in list(THEORIES.items())[: 1 if several else 2]:
-            ratios, once = [row[theory] for row in prediction["rows"]], None if number else name
-            axes.plot(gammas, ratios, style, color=colour, linewidth=1.1, label=once)
+            axes.plot(gammas, [row[theory] for row in prediction["rows"]], style, color=colour, linewidth=1.1)
+            if not number:  # In the legend the lines of all temperatures are one.
+                axes.plot([], [], style, color=GREY if several else colour, label=name)
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
     axes.set(xlabel="gamma", ylabel="speed-up over plain decoding", xticks=gammas)
     bars = bars_of(row["speedup"] for prediction in predictions for row in prediction["rows"])
     axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}")
-    axes.legend(ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.legend(ncols=2 + several, loc="outside upper left")
     if several:
         rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}
         draw_heat_map(grid[0, 1], rows, "temperature")
@@ -198,7 +199,7 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
     groups = by_category([line for line in speed if line["mode"] == speed[0]["mode"]])
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4))
-    width, colours = 0.8 / max(1, len(methods)), plt.cm.Blues(np.linspace(0.3, 0.75, len(methods)))
+    width, colours = 0.8 / max(1, len(methods)), (plt.cm.tab10 if len(methods) <= 10 else plt.cm.tab20).colors
     for number, (method, colour) in enumerate(zip(methods, colours)):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
@@ -266,7 +267,7 @@ def draw_trainings(record: Mapping[str, Any]) -> Figure:
     (low, high), last = axes.get_ylim(), max(minutes for minutes, _, _ in ends.values())
     for name, (end, share, colour) in sorted(ends.items(), key=lambda item: -item[1][1]):
         below = min(share, below - 0.05 * (high - low))  # No name covers another.
-        line = {"arrowstyle": "-", "color": GREY, "linewidth": 0.5}
+        line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "relpos": (0, 0.5)}
         at = 1.04 * last, below
         axes.annotate(name, (end, share), at, va="center", fontsize=8, color=colour, arrowprops=line)
     axes.set(xlabel="minutes of training", ylabel="share of tested guesses that pass", xlim=(0, 1.3 * last))

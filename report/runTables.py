@@ -97,12 +97,12 @@ def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
 def measured_on(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
     """Where a record's figures were measured: processor, device, models, the dtype of timed texts, torch, how many
     processes if there were several, the day."""
-    machine, models = record["machine"], ", ".join(model["name"] for model in record["models"].values())
+    machine, names = record["machine"], dict.fromkeys(model["name"] for model in record["models"].values())
     dtype = next((line["dtype"] for line in of_kind(lines, SpeedLine)), record.get("dtype"))
     place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
     count = len({line.get("process") for line in (*of_kind(lines, SpeedLine), *of_kind(lines, QueueLine))})
     processes = f"{count} processes" if count > 1 else ""
-    parts = place, models, dtype, f"torch {machine['torch']}", processes, record["time"][:10]
+    parts = place, ", ".join(names), dtype, f"torch {machine['torch']}", processes, record["time"][:10]
     return "; ".join(filter(None, parts))
 
 
