@@ -107,7 +107,6 @@ class CachedModel(Model):
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
-        self.cache_dtype = set_attention(model)
         # RoBERTa and its kin number positions from the id that pads.
         padding = getattr(getattr(model.base_model, "embeddings", None), "padding_idx", None)
         self.first_position = 0 if padding is None else padding + 1
@@ -122,6 +121,7 @@ class CachedModel(Model):
         self.reads_trees = cache_of.reads_trees if cache_of else True
         if self.passes_gate and cache_of is None and self.features_of is None:
             self.reads_trees = bool(reads_trees(model.config, type(model), Ungated, model))
+        self.cache_dtype = set_attention(model)  # Now, because the gate compares with the attention that the model had.
         # On a CPU, attention costs as much as it reads, so it reads only slots that some row has reached. On a GPU it
         # costs little beside the weights, and finding the highest position would be a host sync.
         self.reads_filled = self.device.type == "cpu"

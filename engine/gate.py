@@ -8,6 +8,7 @@ cache. Only if they are not, a reason is searched for, for the error message.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import hashlib
 import inspect
@@ -38,7 +39,8 @@ UNRELATED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "i
 BLOCKS, BRANCHES, PREFIX = "blocks", "a tree", "a prefix"  # what was compared
 
 Wrap: TypeAlias = "Callable[[PreTrainedModel], Model]"  # a model as the samplers see it, without asking the gate
-VERDICTS: dict[str, bool] = {}  # of this process, {key: whether models of a type read trees}
+# Of this process, {(key, class): whether models of a type read trees}; a notebook may define a class anew.
+VERDICTS: dict[tuple[str, type], bool] = {}
 
 
 def reads_trees(
@@ -56,8 +58,8 @@ def reads_trees(
     settings = {name: value for name, value in config.to_dict().items() if name not in UNRELATED}
     parts = [settings, f"{kind.__module__}.{kind.__qualname__}", torch.__version__, transformers.__version__]
     text = json.dumps([*parts, digest_of_code(wrap)], sort_keys=True, default=str)
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    file = cache_folder() / "decodedRight" / key
+    digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+    key, file = (digest, kind), cache_folder() / "decodedRight" / digest
     if key not in VERDICTS:
         with contextlib.suppress(OSError, ValueError, KeyError):
             VERDICTS[key] = {"trees": True, "no trees": False}[file.read_text(encoding="utf-8")]
@@ -78,8 +80,14 @@ def reads_trees(
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text("trees" if VERDICTS[key] else "no trees", encoding="utf-8")
     trees = VERDICTS.get(key)
-    if model is not None and (trees is None or is_altered(model)):
-        return trees_of(model, config, wrap, TOLERANCE.get(model.dtype, 0.1))
+    if model is not None and (trees is None or is_altered(model) or has_other_parts(model, parts_of(*key, config))):
+        try:
+            return trees_of(model, config, wrap, TOLERANCE.get(model.dtype, 0.1))
+        except UserError as error:
+            if trees is None:
+                raise
+            altered = f"this {kind.__name__} has hooks, modules or a forward that its class does not have"
+            raise UserError(f"{altered}, and with them it is not decoded correctly; remove them") from error
     return trees
 
 
@@ -190,6 +198,28 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
         for path, of_path in zip(paths, wanted):
             compare(BRANCHES, logits[row, [0, *path]], of_path)
     return errors
+
+
+PARTS: dict[tuple[str, type], dict[str, type]] = {}  # of this process, what `parts_of` returned
+
+
+def parts_of(digest: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, type]:
+    """{name: class} of the modules that a model of class `kind` creates; {} if none can be created. digest: of the
+    configuration."""
+    if (digest, kind) not in PARTS:
+        with contextlib.suppress(Exception), torch.device("meta"):
+            fresh = copy.deepcopy(config)
+            fresh._attn_implementation = None
+            PARTS[digest, kind] = {name: type(module) for name, module in kind._from_config(fresh).named_modules()}
+    return PARTS.setdefault((digest, kind), {})
+
+
+def has_other_parts(model: nn.Module, own: dict[str, type]) -> bool:
+    """Whether any module is not that of its class, nor one of this package, which packs layers."""
+    parts = {name: type(module) for name, module in model.named_modules()}
+    package = __name__.rpartition(".")[0]
+    ours = tuple(name for name, part in parts.items() if part.__module__.startswith(package))
+    return any(own.get(name) is not part and not name.startswith(ours) for name, part in parts.items())
 
 
 def is_altered(model: nn.Module) -> bool:

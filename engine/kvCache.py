@@ -28,6 +28,8 @@ from transformers.cache_utils import Cache, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask, sdpa_mask
 
+from utils import UserError
+
 if TYPE_CHECKING:
     from decoding.tree import Places
 
@@ -201,7 +203,8 @@ AttentionMaskInterface.register(EAGER, partial(mask_over_slots, eager_mask))
 
 
 def set_attention(model: PreTrainedModel) -> torch.dtype:
-    """Make a model attend over slots: with torch's attention if its class supports it, else with its own.
+    """Make a model attend over slots: with torch's attention if its class supports it, else with its own. Raises
+    UserError if other code has registered the attention that it has.
 
     Returns the dtype of an eager model's KV cache: float32 on a CPU, the model's own elsewhere, and where its class
     computes attention by itself.
@@ -209,6 +212,11 @@ def set_attention(model: PreTrainedModel) -> torch.dtype:
     can_set = model._can_set_attn_implementation()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
+            name = module.config._attn_implementation or "eager"
+            function = AttentionInterface().get(name, sdpa_attention_forward)
+            is_known = " over slots of " in name or isinstance(function, partial)  # partial: flash attention of the hub
+            if not (is_known or function.__module__.startswith("transformers.")):
+                raise UserError(f"its attention {name!r} is not one of transformers; choose eager or sdpa")
             # torch's attention caps no scores. Older versions of transformers use it for Gemma 2 all the same.
             is_capped = getattr(module.config, "attn_logit_softcapping", None)
             module.config._attn_implementation = SDPA if model._supports_sdpa and can_set and not is_capped else EAGER

@@ -42,6 +42,9 @@ class RestrictedHead(nn.Module):
         return logits
 
 
+PLAIN = (bool, int, float, str, tuple)  # settings of a module: none of these shares memory
+
+
 class RestrictedModel(CachedModel):
     """A draft that gives logits for `tokens[N]` alone, and reads every token (FR-Spec, Zhao et al., arXiv 2502.14856).
 
@@ -51,6 +54,8 @@ class RestrictedModel(CachedModel):
 
     It shares all weights but the output layer with `draft`, which is not changed. Create it before `draft` is compiled.
     """
+
+    passes_gate = False  # `draft` has passed it, and differs by the output layer alone.
 
     def __init__(self, draft: CachedModel, tokens: Tensor) -> None:
         model = copy.copy(draft.model)  # The modules are shared, but not the dictionary of their names.
@@ -74,10 +79,11 @@ class RestrictedModel(CachedModel):
             )
         name = f"{draft.name} ({len(tokens)} tokens)"
         super().__init__(model, draft.vocabulary, name, draft.cache_of, draft.features_of)
+        self.reads_trees = draft.reads_trees
 
 
-# {model: (its copy, what the copy shared when it was made)}
-_COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any]]] = WeakKeyDictionary()
+# {model: (its copy, what the copy shared when it was made, the settings it had)}
+_COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any], list[Any]]] = WeakKeyDictionary()
 
 
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -96,14 +102,19 @@ def library_twin(model: PreTrainedModel) -> PreTrainedModel:
 def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The sharing copy that is kept for `model` as long as the model lives.
 
-    It is created again if a weight or a hook was replaced, as by `resize_token_embeddings`, or if a module's `forward`
-    was replaced. A weight that changes in place, as in training, changes in both.
+    It is created again if a weight or a hook was replaced, as by `resize_token_embeddings`, a module or its `forward`,
+    or if a setting changed: of the configuration, or a number or name that a module keeps. A weight that changes in
+    place, as in training, changes in both.
     """
-    parts = [*shared_parts(model), *(vars(module).get("forward") for module in model.modules())]
-    shared, before = _COPIES.get(model, (None, []))
-    if shared is None or len(parts) != len(before) or any(a is not b for a, b in zip(parts, before)):
+    modules = list(model.modules())
+    parts = [*shared_parts(model), *map(type, modules), *(vars(module).get("forward") for module in modules)]
+    kept = [{k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in modules]
+    settings = [model.config.to_dict(), model.config._attn_implementation, *kept]
+    shared, before, had = _COPIES.get(model, (None, [], []))
+    same = len(parts) == len(before) and all(a is b for a, b in zip(parts, before))
+    if shared is None or not same or settings != had:
         shared = sharing_copy(model)
-        _COPIES[model] = shared, parts
+        _COPIES[model] = shared, parts, settings
     return shared
 
 

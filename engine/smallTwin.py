@@ -53,6 +53,7 @@ def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrai
     not support these sizes, and ValueError if the twin is not small."""
     small = copy.deepcopy(config if isinstance(config, kind.config_class) else config.get_text_config(decoder=True))
     shrink(small)
+    small._attn_implementation = None  # That of the class, whatever the model was given.
     with torch.device("meta"):
         count = sum(weight.numel() for weight in kind._from_config(copy.deepcopy(small)).parameters())
     if count > WEIGHTS:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,8 @@ COMPANIONS = {
     ("bundled-target", "mid"): "bundled-mid",
     ("bundled-target", "head"): "bundled-head",
 }
+# Buffers of older checkpoints, whose values a model computes by itself.
+BUFFERS = r"(inv_freq|masked_bias|attn\.bias|attention\.bias|causal_mask|position_ids|embed_positions|alibi)$"
 WORKING_MEMORY = 300 << 20  # bytes left for activations when memory is checked
 
 logging.set_verbosity_error()
@@ -185,9 +188,10 @@ def load_model(
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    # transformers would continue with random weights or fewer layers. Unused buffers are harmless.
+    # transformers would continue with random weights, or without those that its class lacks. Unused buffers are
+    # harmless: masks, and frequencies that are computed anew.
     wrong = [*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]
-    wrong += [key for key in info["unexpected_keys"] if key.endswith(".weight")]
+    wrong += [key for key in info["unexpected_keys"] if not re.search(BUFFERS, key)]
     if wrong:
         why = f"{min(wrong)} is missing, unexpected or has another shape"
         remedy = "download both again from the same source"

@@ -50,6 +50,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     records: list[Record] | None = None
 
 
+GENERATE = "transformers.generation.utils"  # where `generate` is
 # {model: {bits: its copy}}. A copy keeps no reference to the model.
 _COPIES: WeakKeyDictionary[PreTrainedModel, dict[tuple[int, torch.device], PreTrainedModel]] = WeakKeyDictionary()
 
@@ -82,6 +83,8 @@ class speculative:  # called like a function, as `torch.no_grad` is
         is_folder = isinstance(self.draft, (str, Path)) and Path(self.draft).is_dir()
         if not is_folder and not isinstance(self.draft, (PreTrainedModel, NoneType)):
             raise ValueError(f"the draft must be a transformers model or a head's folder, not {self.draft!r:.60}")
+        if not isinstance(self.gamma, (int, LengthRule)):
+            raise ValueError(f"gamma must be a whole number or a rule of lengthRules.py, not {self.gamma!r:.60}")
         if self.verify not in RULES:
             raise ValueError(f"verify must be one of {', '.join(RULES)}, not {self.verify!r}")
         if self.bits not in BITS:
@@ -111,8 +114,10 @@ class speculative:  # called like a function, as `torch.no_grad` is
         """`input_ids[B, L]` and the new tokens of each row, `[B, L + n]`, padded at the right."""
         # transformers (5.17 to 5.23, `_extract_generation_mode_kwargs`) hands none of these on to a callable: they are
         # only in the frame of `generate`. If the streamer were ignored, whoever reads from it would wait forever.
-        caller: Any = inspect.currentframe().f_back  # type: ignore[union-attr]
-        arguments = caller.f_locals if caller.f_code.co_name == "generate" else {}
+        caller: Any = inspect.currentframe()
+        while caller and (caller.f_code.co_name, caller.f_globals.get("__name__")) != ("generate", GENERATE):
+            caller = caller.f_back
+        arguments = caller.f_locals if caller else {}
         streamer = arguments.get("streamer") if streamer is None else streamer
         mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
         if mode not in ("greedy_search", "sample"):
@@ -184,7 +189,7 @@ def check_settings(
     together. A draft that is not a model guesses in the target's vocabulary."""
     for name, honoured in HONOURED.items():
         if getattr(config, name) not in (None, honoured):
-            refuse(f"{name}={getattr(config, name)!r}")
+            refuse(f"{name}={getattr(config, name)!r}: give {name}={honoured!r}")
     for name, value in inputs.items():
         if name not in INPUTS and value is not None and value is not False:
             refuse(f"the input {name}")
@@ -230,8 +235,9 @@ def as_sampling(processors: Sequence[Any], padding: Tensor, do_sample: bool) -> 
         if (least, filled) != (1, -torch.inf):
             refuse(f"{kind.__name__} with a min_tokens_to_keep or a filter_value")
         ignored = getattr(processor, "prompt_ignore_length", None)  # Padding is never penalised here.
-        if ignored is not None and (torch.as_tensor(ignored).to(padding.device) != padding).any():
-            refuse("prompt_ignore_length")
+        ignored = 0 if ignored is None else ignored
+        if kind is RepetitionPenaltyLogitsProcessor and (torch.as_tensor(ignored).to(padding.device) != padding).any():
+            refuse("a prompt_ignore_length other than the padding; give generate a repetition_penalty instead")
     if kinds != sorted(set(kinds), key=list(FILTERS).index):
         refuse(f"logits processors in the order {', '.join(kind.__name__ for kind in kinds)}")
     try:

@@ -25,6 +25,7 @@ from transformers import (
     DynamicCache,
     GenerationConfig,
     MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     T5Config,
     T5ForConditionalGeneration,
@@ -286,8 +287,21 @@ def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
     assert text() != plain_text
     layer.forward = lambda x: x.flip(1)
-    with pytest.raises(ValueError, match="are not supported"):
+    with pytest.raises(ValueError, match="a forward that its class does not have"):
         greedy(model, custom)
+
+
+def test_a_setting_that_changes_between_two_calls_is_followed(draft):
+    model, custom, texts = tiny("llama", seed=6), speculative(tiny("llama", seed=7)), []
+    for change in (
+        lambda layer: None,
+        lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()),
+        lambda layer: setattr(layer.self_attn, "scaling", 3 * layer.self_attn.scaling),
+    ):
+        for layer in model.model.layers:
+            change(layer)
+        texts.append(equal(model, custom).sequences.tolist())
+    assert texts[0] != texts[1] != texts[2]
 
 
 # A trained head.
@@ -316,9 +330,11 @@ class Heard(list):
         self.append("end")
 
 
-def test_a_streamer_hears_the_prompt_each_round_and_the_end(target, draft):
+@pytest.mark.parametrize("within", [lambda custom: custom, lambda custom: lambda *given, **how: custom(*given, **how)])
+def test_a_streamer_hears_the_prompt_each_round_and_the_end(target, draft, within):
+    """Also if a function of the user's calls the sampler."""
     ours, theirs = Heard(), Heard()
-    greedy(target, speculative(draft), rows=ROWS[:1], max_new_tokens=12, streamer=ours)
+    greedy(target, within(speculative(draft)), rows=ROWS[:1], max_new_tokens=12, streamer=ours)
     greedy(target, rows=ROWS[:1], max_new_tokens=12, streamer=theirs)
     (prompt, *rounds, end), (theirs_prompt, *tokens, theirs_end) = ours, theirs
     assert (prompt, end) == (theirs_prompt, theirs_end) and sum(rounds, []) == sum(tokens, [])
@@ -326,6 +342,8 @@ def test_a_streamer_hears_the_prompt_each_round_and_the_end(target, draft):
 
 
 # What cannot be honoured.
+
+LEFT_PADDED = torch.tensor([[0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
@@ -343,6 +361,13 @@ def test_a_streamer_hears_the_prompt_each_round_and_the_end(target, draft):
             "in the order TopPLogitsWarper, TemperatureLogitsWarper",
         ),
         ({"logits_processor": [TopPLogitsWarper(0.9, min_tokens_to_keep=3)]}, "min_tokens_to_keep"),
+        (
+            {
+                "logits_processor": [RepetitionPenaltyLogitsProcessor(3.0)],
+                "attention_mask": torch.tensor([[0, 1, 1, 1]]),
+            },
+            "a prompt_ignore_length other than the padding",
+        ),
         ({"logits_processor": [TemperatureLogitsWarper(1e-6)], "do_sample": True}, "temperature must be 0"),
         ({"position_ids": torch.arange(4)[None] + 3}, "position_ids of your own"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad on the left"),
@@ -373,6 +398,7 @@ ADAPTED.peft_config = {"default": None}
     "how, words",
     [
         ({"gamma": 0}, "gamma must be 1 or more"),
+        ({"gamma": 2.5}, "gamma must be a whole number or a rule"),
         ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
         ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),
         ({"bits": 7}, "bits must be one of 4, 5, 6, 8, not 7"),

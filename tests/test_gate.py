@@ -1,6 +1,7 @@
 """The gate: kinds of models that are decoded right, those that are refused, and mistakes that it must see. The small
 twins that it reads have the class and the configuration of a model."""
 
+import contextlib
 import random
 
 import helpers
@@ -12,6 +13,9 @@ from conftest import refused
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    FalconConfig,
+    FalconForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
@@ -19,6 +23,7 @@ from transformers import (
     MptConfig,
     Qwen2Config,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
@@ -163,9 +168,61 @@ def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_wi
         output[:, -1] += torch.arange(32) / 9
         return output
 
-    model.gpt_neox.layers[1].register_forward_hook(last_alone)
-    with refused("are not supported"):
+    hook = model.gpt_neox.layers[1].register_forward_hook(last_alone)
+    with refused("hooks, modules or a forward", "remove them"):
         CachedModel(model)
+    hook.remove()
+    inner = model.gpt_neox.layers[1].mlp
+    for change, is_right in ((lambda output: 2 * output, True), (lambda output: last_alone(None, None, output), False)):
+        model.gpt_neox.layers[1].mlp = Changed(inner, change)  # The same as modules, as steering is often written.
+        with contextlib.nullcontext() if is_right else refused("hooks, modules or a forward"):
+            CachedModel(model)
+
+
+class Changed(torch.nn.Module):
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x):
+        return self.change(self.inner(x))
+
+
+def test_the_reference_is_computed_with_the_attention_that_the_model_had():
+    """Falcon's own attention adds alibi twice, torch's once: over slots it would be another model."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = FalconForCausalLM(FalconConfig(**sizes, alibi=True, multi_query=False, new_decoder_architecture=False))
+    for _ in range(2):
+        with refused("models of type falcon are not supported: its logits are off by"):
+            CachedModel(model)
+
+
+def test_an_attention_that_other_code_registered_is_refused(monkeypatch):
+    monkeypatch.setattr(AttentionInterface, "_global_mapping", dict(AttentionInterface._global_mapping))
+    AttentionInterface.register(
+        "mine", lambda module, q, *rest, **how: sdpa_attention_forward(module, 3 * q, *rest, **how)
+    )
+    model = windowed()
+    model.set_attn_implementation("mine")
+    with refused("its attention 'mine' is not one of transformers; choose eager or sdpa"):
+        CachedModel(model)
+    model.set_attn_implementation("eager")
+    CachedModel(model)
+
+
+def test_a_class_that_is_defined_anew_is_tested_anew(monkeypatch):
+    def define(weight):
+        class Mine(MistralForCausalLM):
+            def forward(self, input_ids, **how):
+                found = super().forward(input_ids=input_ids, **how)
+                found.logits = found.logits + weight * input_ids[:, -1:, None]
+                return found
+
+        return Mine
+
+    check_kind(MistralConfig(), define(0))
+    with refused("models of type mistral are not supported"):
+        check_kind(MistralConfig(), define(1))
 
 
 # What is stored from one process to the next.

@@ -73,6 +73,12 @@ def without_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def with_a_weight(folder, name):
+    weights = load_file(folder / "model.safetensors")
+    weights[name] = torch.ones(2)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 GARBLED = b"", b'{"model_type": "gpt', b"[]", b"[" * 100_000, b"{}", b"\xff\xfe\0", b'{"model_type": "none"}'
 INDICES = b"{}", b"[]", b'{"weight_map": 3}', b"{", b'{"weight_map": {"a": "lost.safetensors"}}'
@@ -88,6 +94,7 @@ REFUSED = [
     *((partial(configure, num_hidden_layers=count), [*MISMATCH, "layers."]) for count in (4, 1, -1)),
     (partial(configure, hidden_size=64), [*MISMATCH, ".weight"]),
     (partial(configure, vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
+    *((partial(with_a_weight, name=f"gpt_neox.layers.0.{end}"), [*MISMATCH, end]) for end in ("mlp.b", "x.bias")),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
     *((partial(replaced, files={WEIGHTS: None, INDEX: text}), ["/model", "download it again"]) for text in INDICES),
     *(  # Refused before their weights are read. More kinds are in test_gate.py.
@@ -141,6 +148,8 @@ def test_a_good_folder_loads_in_every_dtype_with_logits_cut_to_the_tokenizer(mod
     token = max(content["model"]["vocab"], key=content["model"]["vocab"].get)
     content["model"]["vocab"][token] = PADDED - 2  # Ids with a gap
     (model_folder / "tokenizer.json").write_text(json.dumps(content))
+    for old in ("attention.masked_bias", "attention.rotary_emb.inv_freq"):  # Buffers that older versions wrote.
+        with_a_weight(model_folder, f"gpt_neox.layers.0.{old}")
     assert load(model_folder, dtype=dtype).vocabulary == PADDED - 1
 
 
