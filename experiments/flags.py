@@ -31,10 +31,14 @@ FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naiv
 ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": (0, 1)}  # no value means 1
 # What a flag is for, and f(settings) -> whether a run does that.
 CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
+SEVERAL = CORPORA[0], lambda run: run.measuring.ppl or (run.prompts_from_corpora and not run.measuring.played)
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
 GENERATED = "modes that generate text", lambda run: run.measuring.modes
-WRITTEN = GENERATED[0], lambda run: not run.measuring.audit
+SAMPLED = "modes that generate text, and for --audit", lambda run: run.measuring.modes or run.measuring.audit
+REPEATED = "modes that measure methods", lambda run: run.measuring.groups
+WINDOWS = "--ppl", lambda run: run.measuring.ppl
 CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
+LINES = CONTINUED[0], lambda run: run.measuring.groups
 TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuring.timed and not run.measuring.diversity
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
 OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)
@@ -103,7 +107,7 @@ class Measuring:
     """Check the device: whether every method decodes correctly on it, eager and compiled, what memory and speed it has,
     and where Pythia-2.8b would fit. Prints one page. Takes no other flag but --device. The exit code is 0 if every
     check passes and 1 otherwise."""
-    repeats: int | None = flag(whole(1), only=WRITTEN)
+    repeats: int | None = flag(whole(1), only=REPEATED)
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
@@ -204,18 +208,20 @@ class ModelChoice:
 class SamplingChoice:
     """Sampling."""
 
-    max_len: int | None = flag(whole(1), first=True, only=WRITTEN)
+    max_len: int | None = flag(whole(1), first=True, only=GENERATED)
     """The most new tokens of a text. A timed text has as many: no end token ends it. Default: 200; for --speedNew 1000,
     for --diversity 45."""
-    temperatures: tuple[float, ...] = flag(number(0, 1000), (), "T", name="temperature", nargs="+", first=True)
+    temperatures: tuple[float, ...] = flag(
+        number(0, 1000), (), "T", name="temperature", nargs="+", first=True, only=SAMPLED
+    )
     """The temperature of the target, and of the draft unless --draftTemperature is given. 0 is greedy decoding. --sweep
     takes several. Default: 0.85; for --diversity 1."""
-    top_p: float | None = flag(number(0, 1), None, "P")
+    top_p: float | None = flag(number(0, 1), None, "P", only=SAMPLED)
     """Keep the smallest set of most probable tokens that holds this much probability (nucleus sampling). 1 keeps all.
     Default: 0.9; for --diversity 1."""
-    top_k: int = flag(whole(0), 0, "K")
+    top_k: int = flag(whole(0), 0, "K", only=SAMPLED)
     """Keep the K most probable tokens. 0 keeps all."""
-    repetition_penalty: float = flag(number(0.01, 100), 1.0, "R", name="repetition_penalty")
+    repetition_penalty: float = flag(number(0.01, 100), 1.0, "R", name="repetition_penalty", only=SAMPLED)
     """Divide positive logits, and multiply negative ones, of tokens already in the text by this. 1 does nothing."""
 
     def of(self, mode: str, temperature: float | None = None) -> Sampling:
@@ -239,7 +245,7 @@ class TextChoice:
     file, of a folder of text files, or of a saved data set."""
     books: int | None = flag(whole(1), only=CORPORA)
     """The most documents of the data set to use. Default: all."""
-    sentences: int = flag(whole(1), only=CORPORA)
+    sentences: int = flag(whole(1), only=SEVERAL)
     """How many texts to use: prompts where texts are generated, texts of each corpus for --ppl. Default: 10; for
     --lossless 64."""
     sentence_limit: int = flag(whole(1), 500, only=CORPORA)
@@ -250,7 +256,7 @@ class TextChoice:
     """Ask a chat model this question in the form of its chat template, instead of using the data set. Given several
     times, with --show or --html, it is a conversation: each question comes after the answers to those before it.
     Measurements take one question, because the later ones depend on the answers."""
-    prompt_file: Path | None = flag(path, None, "FILE", only=CONTINUED)
+    prompt_file: Path | None = flag(path, None, "FILE", only=LINES)
     """Continue each line of this file instead of the data set."""
     prompts: str | None = flag(text, None, "FILE", only=TIMES)
     """Continue the prompts of this file, and show the speed of each category of prompts. Each line is a JSON object
@@ -260,9 +266,9 @@ class TextChoice:
     prompt_lengths: tuple[int, ...] = flag(whole(1), (64,), name="promptLen", nargs="+", only=CUT_PROMPTS)
     """The length of prompts from the data set, in tokens. Several lengths are measured one after the other. Default:
     64."""
-    window: int = flag(whole(2), 1024)
+    window: int = flag(whole(2), 1024, only=WINDOWS)
     """The window of the corpus perplexity, in tokens; at most the models' context."""
-    stride: int = flag(whole(1), 512)
+    stride: int = flag(whole(1), 512, only=WINDOWS)
     """How many tokens each window starts after the one before; less than --window."""
 
     @property

@@ -22,6 +22,7 @@ ALL_MODES = (*MODES, "ppl", "audit", "show", "html", "chat")
 BATCHES = (1, 2, 4, 8, 16, 32)  # texts at a time in --sweep batch
 TOKENS, TEXTS = 100_000, 64  # of --lossless: tokens tested, and texts that a method is given at a time
 PLAYED = {"contrastive": "speculativeContrastive", "speedMulti": "cascade", "speedNew": "additive"}  # by --show, --html
+OF_MODELS = {"mid": "mid", "draftVocab": "draft", "draftDevice": "draft"}  # {flag: the model that it is for}
 NO_MODEL = {  # {value of --draft that names no model: {flag: why it cannot be given}}
     "lookup": {
         "draftDevice": "is not a model and needs no device",
@@ -227,8 +228,10 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
 
 def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     """{flag: message} of the flags among `words` that have no effect in a run with these settings. Fields of `Decoding`
-    have one if a method reads them when it is built with stand-ins for models."""
+    have one if a method reads them when it is built with stand-ins for models, and so have flags of the models."""
     of_guessing, read, messages = flags_of(Decoding), set(), dict[str, str]()
+    measuring = settings.measuring
+    roles = {"target", *(["draft"] if measuring.ppl or measuring.lossless or measuring.audit else [])}  # that are read
 
     class Watched(Decoding):
         def __getattribute__(self, name: str) -> Any:
@@ -239,13 +242,23 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
         vocabulary = context = 1
         device = "cpu"
 
-    models: Any = dict.fromkeys(("target", *(role.model for role in settings.models.roles)), StandIn)
+    class Roles(dict[str, Any]):
+        def __getitem__(self, role: str) -> Any:
+            roles.add(role)
+            return super().__getitem__(role)
+
+        def items(self) -> Any:
+            roles.update(self)
+            return super().items()
+
+    models: Any = Roles.fromkeys(("target", *(role.model for role in settings.models.roles)), StandIn)
     decoding = Watched(**vars(settings.decoding))
-    build(["fixed"] if "sweep" in settings.measuring.groups else [], models, decoding)
+    build(["fixed"] if "sweep" in measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
-    audited = ["speculative"] if settings.measuring.audit else []  # It guesses along the texts.
-    build([*settings.measuring.names, *audited], models, decoding)
-    others = [METHODS[name] for name in settings.measuring.names if METHODS[name].engine]
+    audited = ["speculative"] if measuring.audit else []  # It guesses along the texts.
+    build([*measuring.names, *audited], models, decoding)
+    others = [METHODS[name] for name in measuring.names if METHODS[name].engine]
+    roles |= {role.model for method in others for role in method.needs}
     read |= {"gamma"} if others else set()
     read |= {"acceptance"} if any(method.guesses for method in others) else set()
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
@@ -253,7 +266,7 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
             continue  # It is the value of a flag.
         purpose, is_asked_for = FLAGS[name].metadata.get("only", (None, None))
         if purpose and not is_asked_for(settings):
-            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out, or add that"
-        elif name in of_guessing and of_guessing[name].name not in read:
+            messages[f"--{name}"] = f"--{name} is for {purpose}, which this run lacks; leave it out"
+        elif (name in of_guessing and of_guessing[name].name not in read) or OF_MODELS.get(name, "target") not in roles:
             messages[f"--{name}"] = f"--{name} has no effect here: no measured method uses it; leave it out"
     return messages

@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of an error's line for a name that is not `known`: '; did you mean X?', or "" if no known one is near."""
     spelled = {one.lower().strip("-"): one for one in known}
-    near = difflib.get_close_matches(name.lower().strip("-"), spelled, 1)
+    near = difflib.get_close_matches(name.lower().strip("-"), spelled, 1, 0.7)
     return f"; did you mean {spelled[near[0]]}?" if near and spelled[near[0]] != name else ""
 
 

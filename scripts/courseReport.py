@@ -96,7 +96,7 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
         ("The additive draft-length rule", f"--speedNew {later} --target {target} --draft {mid or draft}"),
         *([("A cascade of three models", f"--speedMulti --maxLen 500 {later} {three}")] if mid else []),
         (f"Every method: {name}", f"--compare all {of_data} {three}"),
-        (f"Speed over gamma: {name}", f"--sweep {of_data} {three}"),
+        (f"Speed over gamma: {name}", f"--sweep {of_data} {pair}"),
         (f"Tests of losslessness: {name}", f"--lossless all {tokens} {of_data} {three}"),
     ]
     for title, line in commands:

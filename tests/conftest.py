@@ -40,6 +40,9 @@ def with_ctrl_c():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+WRITING = "--promptLen", "--maxLen", "--repeats"  # flags that --ppl alone has no use for
+
+
 def prompted(flags, *names):
     """The flags without those that choose prompts of the data set (or without `names`), for a run that has its prompts
     from elsewhere, or none."""
@@ -156,7 +159,7 @@ def cli():
 def flags(pair_folder, text_file):
     """Flags of a small run on the tiny pair, all but --out."""
     paths = {"--target": pair_folder / "target", "--draft": pair_folder / "draft", "--dataset": text_file}
-    sizes = "--sentenceLimit 60 --sentences 2 --promptLen 12 --maxLen 8 --repeats 1 --window 64 --stride 32"
+    sizes = "--sentenceLimit 60 --sentences 2 --promptLen 12 --maxLen 8 --repeats 1"
     return [*(str(word) for flag in paths.items() for word in flag), *sizes.split()]
 
 
@@ -177,6 +180,8 @@ def run(cli, flags, tmp_path):
 
     def call(words, *more, base=flags, out=tmp_path, code=0):
         out.mkdir(exist_ok=True)
+        if {"--show", "--chat", "--html"} & set(words.split()):  # They play one text.
+            base = prompted(base, "--repeats", "--sentences")
         assert cli.main([*base, *words.split(), *map(str, more), "--out", str(out)]) == code
         return lines_of(out)
 

@@ -5,7 +5,7 @@ import math
 import helpers
 import pytest
 import torch
-from conftest import prompted, refused
+from conftest import WRITING, prompted, refused
 
 import PPL
 from decoding import verification
@@ -131,7 +131,7 @@ def test_the_table_says_what_computed_it(run, capsys, compiles):
 def test_the_command_line_shows_a_wrong_residual(run, flags, monkeypatch, wrong):
     if wrong:
         monkeypatch.setattr(verification, "residual", lambda p, q: p)
-    (line,) = (line for line in run("--ppl", base=prompted(flags, "--promptLen")) if line.get("of") == "text")
+    (line,) = (line for line in run("--ppl", base=prompted(flags, *WRITING)) if line.get("of") == "text")
     ratio = line["ppl"]["speculative"] / line["ppl"]["target"]
     assert ratio != pytest.approx(1, rel=1e-4) if wrong else ratio == pytest.approx(1, rel=1e-6)
 

@@ -14,7 +14,7 @@ import pytest
 import test_headRuns
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT, lines_of, of_kind, one_line, prompted, with_ctrl_c
+from conftest import CONTEXT, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
 from localHub import Repository
 
 from engine.cachedModel import CachedModel
@@ -77,7 +77,7 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(run, tmp_path, capsys, 
     ],
 )
 def test_each_mode_writes_its_kinds_of_lines(run, flags, tmp_path, capsys, mode, measured):
-    first, *middle, last = run(mode, base=flags if "speed" in measured else prompted(flags, "--promptLen"))
+    first, *middle, last = run(mode, base=flags if "speed" in measured else prompted(flags, *WRITING))
     assert (first["kind"], last["kind"]) == ("run", "end")
     assert {line["run"] for line in middle + [last]} == {first["run"]}
     kinds = [name_of_kind(line) for line in middle]
@@ -132,7 +132,7 @@ def test_documents_too_short_to_score_are_passed_over_and_a_long_window_is_the_c
     for name, text in {"a": "", "b": "x", "c": text_file.read_text()}.items():
         (folder / f"{name}.txt").write_text(text)
     words = "--ppl --window 1024 --stride 512 --dataset", folder
-    lines = run(*words, base=prompted(flags, "--promptLen"), out=tmp_path / "out")
+    lines = run(*words, base=prompted(flags, *WRITING), out=tmp_path / "out")
     line = next(line for line in lines if line.get("of") == "corpus")
     assert (line["corpus"], line["documents"], line["window"]) == ("books", 1, CONTEXT)
     assert line["stride"] == CONTEXT // 2  # It leaves some context to each window.
@@ -260,7 +260,8 @@ def test_a_draft_with_another_tokenizer_guesses_for_the_same_text(run, flags, fo
     "wrong", ["--ppl", "--draftVocab 9 --speed", "--contrastive", "--diversity", f"--speed --maxLen {CONTEXT - 12}"]
 )
 def test_what_needs_one_tokenizer_is_one_line(run, flags, foreign, capsys, wrong):
-    run(wrong, "--draft", foreign, base=prompted(flags) if wrong in ("--ppl", "--diversity") else flags, code=2)
+    unused = {"--ppl": [WRITING], "--diversity": [()]}.get(wrong, [])
+    run(wrong, "--draft", foreign, base=prompted(flags, *unused[0]) if unused else flags, code=2)
     one_line(capsys, foreign.name)
 
 

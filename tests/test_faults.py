@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import helpers
 import pytest
 import torch
-from conftest import CONTEXT, END_OF_TEXT, ROOT, of_kind, one_line, prompted, refused
+from conftest import CONTEXT, END_OF_TEXT, ROOT, WRITING, of_kind, one_line, prompted, refused
 from localHub import Repository
 
 from decoding.verification import RULES
@@ -77,7 +77,7 @@ def test_a_disk_full_of_results_keeps_all_that_was_measured(cli, flags, disk, ca
 def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, run, flags, disk, capsys, monkeypatch):
     (disk / "filling").write_bytes(bytes(12 << 10))
     page = disk / "page.html"
-    assert cli.main([*prompted(flags), "--prompt", "a", "--html", str(page)]) == 2
+    assert cli.main([*prompted(prompted(flags), "--repeats"), "--prompt", "a", "--html", str(page)]) == 2
     one_line(capsys, str(page), "No space left")
     assert os.listdir(disk) == ["filling"]
     monkeypatch.setattr("experiments.sweep.GAMMAS", range(1, 3))
@@ -209,7 +209,7 @@ def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, r
 @pytest.mark.parametrize("prompt", [" ".join(PROMPTS[:5]), *PROMPTS[5:7]], ids=range(3))
 def test_any_text_is_continued_and_shown_without_a_control_character(cli, flags, tmp_path, capsys, prompt):
     page = tmp_path / "page.html"
-    assert cli.main([*prompted(flags), "--show", "--html", str(page), "--prompt", prompt]) == 0
+    assert cli.main([*prompted(prompted(flags), "--repeats"), "--show", "--html", str(page), "--prompt", prompt]) == 0
     shown, source = capsys.readouterr().out, page.read_text(encoding="utf-8")
     assert all(c.isprintable() or c == "\n" for c in shown), ascii(shown)
     assert all(c.isprintable() or c in "\n\t\u200c\u200d" for c in source) and "<script>alert" not in source
@@ -227,7 +227,7 @@ def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(run, flags, tmp_path)
 
 def test_a_text_of_one_token_has_no_perplexity(run, flags, tmp_path, capsys):
     (tmp_path / "one.txt").write_text("x")
-    run("--ppl --sentenceLimit 1 --dataset", tmp_path / "one.txt", base=prompted(flags, "--promptLen"), code=2)
+    run("--ppl --sentenceLimit 1 --dataset", tmp_path / "one.txt", base=prompted(flags, *WRITING), code=2)
     one_line(capsys, "one.txt", "two tokens")
 
 
@@ -249,7 +249,7 @@ def test_a_context_that_is_exactly_full_is_enough_for_every_method(run, flags, p
 def test_a_screen_without_unicode_shows_what_it_can(run, flags, tmp_path, monkeypatch, mode):
     screen = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", screen)
-    run("--maxLen 2", mode, "--prompt", "naïve 漢字", base=prompted(flags))
+    run(f"--maxLen 2 {mode}", "--prompt", "naïve 漢字", base=prompted(flags))
     screen.flush()
     assert b"na\\xefve \\u6f22\\u5b57" in screen.buffer.getvalue()
     if mode == "--speed":

@@ -337,6 +337,12 @@ USELESS = f"""
 --speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
 --speed --tokens 3 | --ppl --batch 3 | --speed --draftBits 4 | --speed --writtenIn float32
 --ppl --prompt x | --ppl --promptFile x | --ppl --question x | --audit {__file__} --prompt x | --chat --prompt x
+--ppl --temperature 0.3 | --ppl --top_p 0.5 | --ppl --top_k 3 | --ppl --repetition_penalty 2 | --ppl --maxLen 7
+--ppl --repeats 5 | --draft x --speed --mid self | --draft x --ppl --mid self
+--draft x --compare fixed --mid bundled-mid
+--compare lookup --draftVocab 5 | --compare self --draftDevice cpu | --compare target --draftVocab 10
+--show --repeats 3 | --show --sentences 3 | --show --promptFile x
+--speed --window 300 | --show --stride 3 | --ppl 0 --window 30
 --chat --promptFile x | --sweep --batch 2 | --show --prompt x --batch 2 | --html page.html --prompt x --batch 2
 """
 
@@ -357,6 +363,10 @@ USEFUL = f"""
 --lossless self,head --draftTop_p 0.5 --draftBits 4 | --ppl --diversity --dataset wikitext --sentences 3
 --show --prompt x --gamma 3
 --audit {__file__} --gamma 3 | --audit {__file__} --draft bundled-draft --tree 2,1 | --audit {__file__} --ngram 2
+--audit {__file__} --temperature 1 --top_k 5 --seed 3 | --speed --ppl --temperature 0.3 --stride 300 --repeats 2
+--compare cascade --mid bundled-mid --draft bundled-draft --draftDevice cpu | --ppl --draftDevice cpu --out x
+--lossless self --draftVocab 9 --target bundled-target --draft bundled-draft | --show --mid self --speedMulti --draft x
+--steps --draftVocab 9 --repeats 2 --maxLen 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9
 --acceptance 0.6 | --compare llama.cpp:draft --acceptance 0.6 | --ppl --window 256
 """
 

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import accelerate.state  # noqa: F401 - so that no fork has to import it
 import psutil
 import pytest
-from conftest import ROOT, few_mistakes, lines_of, prompted, refused
+from conftest import ROOT, WRITING, few_mistakes, lines_of, prompted, refused
 from helpers import wait_for
 
 from experiments import processes as sharing
@@ -203,7 +203,8 @@ def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, mo
     ],
 )
 def test_what_one_process_measures_is_refused_by_several_in_one_line_of_process_0(cli, flags, tmp_path, asked, words):
-    children, logs = launch(cli, [*flags, *asked.split()], tmp_path / "run", 2)
+    base = prompted(flags, "--sentences", "--repeats") if asked == "--show" else flags
+    children, logs = launch(cli, [*base, *asked.split()], tmp_path / "run", 2)
     assert [wait(child) for child in children] == [2, 2]
     said = logs[0].read_text()
     assert said.startswith(f"test.py: error: {words}") and "in a single process" in said and said.count("\n") == 1
@@ -267,7 +268,7 @@ full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of to
 
 @full
 def test_accelerate_starts_the_processes(flags, tmp_path):
-    work = [ROOT / "test.py", *prompted(flags, "--promptLen"), "--ppl", "--device", "cpu", "--out", tmp_path]
+    work = [ROOT / "test.py", *prompted(flags, *WRITING), "--ppl", "--device", "cpu", "--out", tmp_path]
     subprocess.run([*LAUNCH, "2", *map(str, work)], check=True, timeout=120)
     assert len(lines_of(tmp_path)[0]["processes"]) == 2
 

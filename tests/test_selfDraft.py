@@ -407,7 +407,7 @@ def test_runs_with_the_copy(run, capsys, words, request, monkeypatch):
 @pytest.mark.parametrize("words", ["--mid self --speedMulti", "--draft self --speedNew --compile"])
 def test_a_text_is_played(run, tmp_path, capsys, words):
     page = tmp_path / "page.json"
-    assert run(f"{words} --sentences 1 --show --html", page) == []
+    assert run(f"{words} --show --html", page) == []
     assert "The target drafts for itself" in capsys.readouterr().out
     models = json.loads(page.read_text())["models"].values()
     assert any("sha256:" in model["version"] and "bits" in model["version"] for model in models)

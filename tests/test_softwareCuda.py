@@ -17,7 +17,7 @@ import helpers
 import pytest
 import softwareCuda
 import torch
-from conftest import of_kind, prompted, refused
+from conftest import WRITING, of_kind, prompted, refused
 from helpers import FULL, compiled_roles, roles
 from transformers import GPTNeoXConfig
 
@@ -361,7 +361,7 @@ def fitting(flags, more):
     """The flags that mean something beside `more`."""
     if "--prompt" in more:
         return prompted(flags)
-    return prompted(flags, "--promptLen") if tuple(more) == ("--ppl",) else flags
+    return prompted(flags, *WRITING) if tuple(more) == ("--ppl",) else flags
 
 
 ON_CUDA = "--device cuda --dtype float32 "
