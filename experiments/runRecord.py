@@ -49,6 +49,7 @@ SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark")
 SUFFIXES = (".py", ".cpp", ".h")
 UNUSED = {"cpu": "engine/cuda*.py", "cuda": "engine/kernels/*.[ch]*"}  # {kind of device: source that only others use}
+CHECKS = "engine/gate.py", "engine/smallTwin.py"  # They refuse models, and change no text.
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
 Fields = Mapping[str, Any]  # a line of any kind
@@ -152,18 +153,19 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 @functools.cache
 def code_version(device: str = "cpu") -> str:
-    """A digest of the source in Python and C++ that a device uses, without docstrings and comments: two records with
-    the same digest come from the same code."""
-    unused = UNUSED.get(device.partition(":")[0], "*.none")
+    """A digest of the source in Python and C++ that a device uses, without docstrings, the help of flags and comments:
+    two records with the same digest come from the same code."""
+    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
-    used = sorted(file for file in sources if not file.match(unused))
+    used = sorted(file for file in sources if not any(map(file.match, unused)))
     content = [(file.relative_to(files.ROOT).as_posix(), without_comments(file)) for file in used]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def without_comments(file: Path) -> str:
-    """The source in a file without docstrings, comments and empty lines, the same under every version of Python."""
+    """The source in a file without docstrings, other texts that stand alone, comments and empty lines. It is the same
+    under every version of Python."""
     text = file.read_text(encoding="utf-8")
     if file.suffix != ".py":
         return " ".join(re.sub(r"//[^\n]*", "", text).split())
@@ -173,8 +175,8 @@ def without_comments(file: Path) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False):
-            first, last = node.body[0].lineno, node.body[0].end_lineno or 0
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            first, last = node.lineno, node.end_lineno or 0
             lines[first - 1 : last] = [""] * (last - first + 1)
     return "\n".join(line.rstrip() for line in lines if line.strip())
 

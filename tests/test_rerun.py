@@ -194,6 +194,9 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
 
     (tmp_path / "engine" / "note.txt").write_text("no source")
     assert with_file("utils.py") == with_file("utils.py", lambda text: text.replace('"""', '"""Another. ', 1)) == here
+    for unread in ("engine/gate.py", "engine/smallTwin.py"):
+        assert with_file(unread, lambda text: f"{text}x = 1\n") == here
+    assert with_file("experiments/flags.py", lambda text: text.replace('"""Models."""', '"""Which."""')) == here
     for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
         assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
         assert with_file(name, lambda text: f"{text}{code}\n") != here
