@@ -52,10 +52,11 @@ class Tree:
         """The tree of a text such as "3,2,1,1" or "3/2,1,0".
 
         "3,2,1,1": the root has 3 children, each of these has 2, and so on (SpecInfer's expansion configuration).
-        "3/2,1,0": the same level by level, with one number for each node of the level. `str` writes the shorter form.
+        "3/2,1,0": the same level by level, with one number for each node of the level, or one for all. `str` writes
+        the shorter form.
         Raises UserError if the text is not such a list.
         """
-        form = re.fullmatch(r"\d{1,3}([,/]\d{1,3})*", text)
+        form = re.fullmatch(r"[0-9]{1,3}([,/][0-9]{1,3})*", text)
         levels = [level.split(",") for level in text.split("/")] if "/" in text else [[n] for n in text.split(",")]
         parents: list[int] = []
         nodes: Sequence[int] = [0]

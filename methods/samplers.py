@@ -51,9 +51,9 @@ class Decoding:
     """The rule that accepts guesses."""
     tree: str | None = flag(str, None, "SHAPE")
     """Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. 3/2,1,0:
-    level by level, with one number for each node. auto: the shape with the most tokens per second, by measured
-    acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for the methods tree and
-    topDown of --compare and --lossless auto."""
+    level by level, with one number for each node, or one for all. auto: the shape with the most tokens per second, by
+    measured acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for the methods
+    tree and topDown of --compare and --lossless auto."""
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
     acceptance: float | None = flag(number(0, 1), None, "A")

@@ -133,7 +133,7 @@ def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLi
         of_method = {line["method"]: line for line in overlaps}
         table = Table("Beside theory", ["", "sum of min(p, q)", "tokens/round", "expected", "of expected"])
         for row in rows:
-            if line := of_method.get(row["method"]):
+            if (line := of_method.get(row["method"])) and line["overlap_by_position"]:  # It made guesses.
                 tokens, by_theory = tokens_a_round(line), expectations(line["overlap_by_position"])
                 figures = [f"{figure:.2f}" for figure in (tokens, by_theory["tokens"], tokens / by_theory["tokens"])]
                 table.add(name_of(row["method"]), f"{by_theory['overlap']:.3f}", *figures)
