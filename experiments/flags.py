@@ -31,14 +31,17 @@ FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naiv
 ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": (0, 1)}  # no value means 1
 # What a flag is for, and f(settings) -> whether a run does that.
 CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
-SEVERAL = CORPORA[0], lambda run: run.measuring.ppl or (run.prompts_from_corpora and not run.measuring.played)
+SEVERAL = (
+    "several texts from the data set",
+    lambda run: run.measuring.ppl or (run.prompts_from_corpora and not run.measuring.played),
+)
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
 GENERATED = "modes that generate text", lambda run: run.measuring.modes
 SAMPLED = "modes that generate text, and for --audit", lambda run: run.measuring.modes or run.measuring.audit
 REPEATED = "modes that measure methods", lambda run: run.measuring.groups
 WINDOWS = "--ppl", lambda run: run.measuring.ppl
 CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
-LINES = CONTINUED[0], lambda run: run.measuring.groups
+LINES = "prompts that are measured", lambda run: run.measuring.groups
 TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuring.timed and not run.measuring.diversity
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
 OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)

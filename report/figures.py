@@ -200,10 +200,11 @@ def draw_categories(lines: Sequence[Line]) -> Figure:
     methods = [row["method"] for row in groups[OVERALL] if row["method"] not in ALONE]
     figure, axes = plt.subplots(figsize=(max(8, 1.6 * len(groups)), 4.4))
     width, colours = 0.8 / max(1, len(methods)), (plt.cm.tab10 if len(methods) <= 10 else plt.cm.tab20).colors
-    for number, (method, colour) in enumerate(zip(methods, colours)):
+    for number, method in enumerate(methods):
         rows = [next((row for row in rows if row["method"] == method), None) for rows in groups.values()]
         middle, low, high = np.array([row["specBench"] if row else [np.nan] * 3 for row in rows]).T
         places = np.arange(len(groups)) + width * (number - (len(methods) - 1) / 2)
+        colour = colours[number % len(colours)]
         axes.bar(places, middle - 1, 0.9 * width, bottom=1, color=colour, label=name_of(method))
         axes.errorbar(places, middle, np.nan_to_num([middle - low, high - middle]), fmt="none", color=DARK, capsize=2)
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
