@@ -89,11 +89,11 @@ def captured(model, device="cuda"):
     return compiled(CachedModel(model.model.to(device), model.vocabulary, model.name))
 
 
-def random_codes(out, size, bits, group=32):
+def random_codes(out, size, bits):
     """A weight `[out, size]` in few bits."""
     generator = torch.Generator().manual_seed(out + size + bits)
     codes = torch.randint(2**bits, (out, size), generator=generator).to(torch.uint8)
-    return Codes(codes, torch.randn(out, size // group, generator=generator).bfloat16(), bits)
+    return Codes(codes, torch.randn(out, size // 32, generator=generator).bfloat16(), bits)
 
 
 def at_the_end_of_memory(tensor):

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from engine.kernels import loader, packedLinear
 from engine.kernels.packedLinear import HUGE, SIDE, on_huge_pages, packed, packed_codes
-from engine.quantised import BITS
+from engine.quantised import BITS, GROUP
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -34,8 +34,7 @@ Job = structure(
     add=ctypes.c_bool, ahead=NUMBER, pace=NUMBER, lines=ctypes.c_int,
 )  # fmt: skip
 CodesJob = structure(
-    "CodesJob", tokens=NUMBER, x=POINTER, groups=POINTER, block=POINTER, size=NUMBER, group=NUMBER, bits=NUMBER,
-    sums=POINTER,
+    "CodesJob", tokens=NUMBER, x=POINTER, groups=POINTER, block=POINTER, count=NUMBER, bits=NUMBER, sums=POINTER,
 )  # fmt: skip
 LOOP, CODES_LOOP = (ctypes.CFUNCTYPE(None, ctypes.POINTER(kind)) for kind in (Job, CodesJob))
 Multiply = structure(
@@ -91,33 +90,32 @@ def test_a_block_is_multiplied_by_any_number_of_tokens(multiply, dtype, size):
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("size, group", [(32, 32), (96, 32), (192, 64), (192, 96), (2560, 32)])
-def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bits, size, group):
-    weight = random_codes(SIDE, size, bits, group)
-    weight.codes[:, :group] = 2**bits - 1  # Where x is 127 or -127 too, sums in 16 bits are closest to overflow.
+@pytest.mark.parametrize("groups", [1, 3, 80])
+def test_a_block_of_few_bits_is_multiplied_by_any_number_of_tokens(multiply, bits, groups):
+    weight = random_codes(SIDE, size := groups * GROUP, bits)
+    weight.codes[:, :GROUP] = 2**bits - 1  # Where x is 127 or -127 too, sums in 16 bits are closest to overflow.
     right = at_the_end_of_memory(packed_codes(*weight))
     wrong = right.clone()
-    wrong[0, 0, 64 + (4 < bits < 8) * 4 * 128] ^= (
-        128 if bits == 8 else 1
-    )  # a bit of a weight, the highest beyond 4 bits
+    # A bit of a weight, the highest beyond 4 bits.
+    wrong[0, 0, 64 + (4 < bits < 8) * 4 * 128] ^= 128 if bits == 8 else 1
     generator = torch.Generator().manual_seed(size)
     for tokens in range(1, multiply.most_codes + 1):
         x = torch.randint(-127, 128, (tokens, size), dtype=torch.int8, generator=generator)
-        x[:, :group] = 127 * (-1) ** tokens
-        scales = torch.rand(tokens, size // group, generator=generator)
-        groups = x.unflatten(1, (-1, group))
-        scaled, of_x = (groups * scales[..., None]).flatten(1).double(), groups.sum(-1, dtype=torch.int32)
-        side_by_side = x.unflatten(1, (-1, 4)).transpose(0, 1).contiguous()  # [size / 4, tokens, 4]
+        x[:, :GROUP] = 127 * (-1) ** tokens
+        scales = torch.rand(tokens, groups, generator=generator)
+        in_groups = x.unflatten(1, (groups, GROUP))
+        scaled, of_x = (in_groups * scales[..., None]).flatten(1).double(), in_groups.sum(-1, dtype=torch.int32)
+        side_by_side = in_groups.transpose(0, 1).contiguous()  # [groups, tokens, GROUP]
         starts = (-of_x << (bits - 1)).view(torch.float32)
         scales_and_starts = torch.stack([scales, starts], -1).transpose(0, 1).contiguous()  # [groups, tokens, 2]
-        for made in right, wrong:
+        for block in right, wrong:
             sums = torch.full((tokens + 1, SIDE), 7.0)
-            inputs = (each.data_ptr() for each in (side_by_side, scales_and_starts, made))
-            job = CodesJob(tokens, *inputs, size, group, bits, sums.data_ptr())
+            inputs = (each.data_ptr() for each in (side_by_side, scales_and_starts, block))
+            job = CodesJob(tokens, *inputs, groups, bits, sums.data_ptr())
             multiply.codes(ctypes.byref(job))
             error = (sums[:tokens] - linear(scaled, weight.weight().double())).abs()
             bound = 1e-6 * linear(scaled.abs(), weight.weight().double().abs())
-            assert (error <= bound).all() == (made is right) and (sums[tokens:] == 7).all()
+            assert (error <= bound).all() == (block is right) and (sums[tokens:] == 7).all()
 
 
 @pytest.fixture

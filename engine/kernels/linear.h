@@ -5,10 +5,10 @@
 // lie side by side in vector registers (multiply.cpp).
 //
 // A weight in few bits is a code, 0 to 2^bits - 1, of which half the range is subtracted, times the scale of its group of
-// inputs. Its blocks are uint8 [out / 32][in / group][64 + ...]: the 32 scales of the group in bfloat16, and for each 32
-// inputs (a tile) as many rows as a weight has bits, of 4 bytes for each output. In the first four rows, byte j of row r
-// has the lower four bits of inputs 8 r + j and 8 r + 4 + j; bit k of byte j of a later row is one more bit of input
-// 4 k + j. With 8 bits, byte j of row k is input 4 k + j. The inputs are rounded to int8, by groups as well.
+// 32 inputs. Its blocks are uint8 [out / 32][in / 32][64 + ...]: the 32 scales of the group in bfloat16, and as many rows
+// as a weight has bits, of 4 bytes for each output. In the first four rows, byte j of row r has the lower four bits of
+// inputs 8 r + j and 8 r + 4 + j; bit k of byte j of a later row is one more bit of input 4 k + j. With 8 bits, byte j of
+// row k is input 4 k + j. The inputs are rounded to int8, by groups as well.
 
 #pragma once
 #include "multiply.h"
@@ -66,8 +66,7 @@ struct Linear {
     const char* block(long number) const { return (const char*)packed.const_data_ptr() + number * block_bytes(); }
     // Of a weight in few bits, whose last group may be filled with zeros:
     long groups() const { return packed.size(1); }
-    long group() const { return (in + TILE * groups() - 1) / (TILE * groups()) * TILE; }
-    long bits() const { return (packed.size(2) - SIDE * 2) * TILE / (group() * SIDE * 4); }
+    long bits() const { return (packed.size(2) - SIDE * 2) * 8 / (GROUP * SIDE); }
 };
 
 // Inputs of a layer with a weight in few bits, rounded to int8 by groups, as its jobs read them: those of one job side by
@@ -77,36 +76,31 @@ struct Rounded {
     std::vector<CodesJob::Group> groups;
 
     template <typename T> void round(const T* from, long tokens, const Linear& layer, long jobs) {
-        const long size = layer.group(), count = layer.groups(), in = count * size, half = 1l << (layer.bits() - 1);
-        std::vector<T> last;  // group of a token, if zeros fill it
-        x.resize(std::max(x.size(), size_t(tokens * in))), groups.resize(std::max(groups.size(), size_t(tokens * count)));
+        const long count = layer.groups(), half = 1l << (layer.bits() - 1);
+        x.resize(std::max(x.size(), size_t(tokens * count * GROUP)));
+        groups.resize(std::max(groups.size(), size_t(tokens * count)));
         for (long job = 0; job < jobs; job++) {
             const long first = tokens * job / jobs, width = tokens * (job + 1) / jobs - first;
             for (long m = 0; m < width; m++)
                 for (long g = 0; g < count; g++) {
-                    const T* numbers = from + (first + m) * layer.in + g * size;
-                    if (long left = layer.in - g * size; left < size) {
-                        last.assign(size, T(0)), std::copy_n(numbers, left, last.begin());
-                        numbers = last.data();
-                    }
-                    int8_t* to = x.data() + first * in + g * size * width + m * 4;
+                    const T* numbers = from + (first + m) * layer.in + g * GROUP;
+                    T last[GROUP] = {};  // a group that zeros fill
+                    if (long left = layer.in - g * GROUP; left < GROUP) numbers = (std::copy_n(numbers, left, last), last);
+                    const long at = first * count + g * width + m;
+                    int8_t* to = x.data() + at * GROUP;
                     float most = 0;
                     int32_t sum = 0;
-                    for (long i = 0; i < size; i++) most = std::max(most, std::abs(wide(numbers[i])));
+                    for (long i = 0; i < GROUP; i++) most = std::max(most, std::abs(wide(numbers[i])));
                     const float factor = most > 0 ? 127 / most : 0;
-                    for (long tile = 0; tile < size; tile += TILE) {
-                        int8_t rounded[TILE];
-                        for (long i = 0; i < TILE; i++) {
-                            // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the low bits.
-                            float y = wide(numbers[tile + i]) * factor + 12582912.f;
-                            int32_t bits;
-                            std::memcpy(&bits, &y, 4);
-                            rounded[i] = int8_t(bits);
-                            sum += int8_t(bits);
-                        }
-                        for (long i = 0; i < TILE; i += 4) std::memcpy(to + (tile + i) * width, rounded + i, 4);
+                    for (long i = 0; i < GROUP; i++) {
+                        // Adding 1.5 * 2^23 rounds to nearest, ties to even, and leaves the number in the low bits.
+                        float y = wide(numbers[i]) * factor + 12582912.f;
+                        int32_t bits;
+                        std::memcpy(&bits, &y, 4);
+                        to[i] = int8_t(bits);
+                        sum += int8_t(bits);
                     }
-                    groups[first * count + g * width + m] = {most / 127, int32_t(-sum * half)};
+                    groups[at] = {most / 127, int32_t(-sum * half)};
                 }
         }
     }
@@ -116,14 +110,13 @@ struct Rounded {
 // the second cache for all jobs.
 static inline void through_codes(const Multiply& kernel, const Rounded& rounded, const Linear& layer, long first, long last,
                                  long tokens, long jobs, Sums* sums) {
-    const long groups = layer.groups(), group = layer.group(), in = groups * group, bits = layer.bits();
-    const long bytes = layer.block_bytes();
+    const long groups = layer.groups(), bytes = layer.block_bytes(), bits = layer.bits();
     const char* block = layer.block(first);
     for (long b = first; b < last; b++, block += bytes)
         for (long job = 0; job < jobs; job++) {
             long m = tokens * job / jobs;
-            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * in, rounded.groups.data() + m * groups,
-                          block, in, group, bits, sums[(b - first) * tokens + m].of});
+            kernel.codes({tokens * (job + 1) / jobs - m, rounded.x.data() + m * groups * GROUP,
+                          rounded.groups.data() + m * groups, block, groups, bits, sums[(b - first) * tokens + m].of});
         }
 }
 

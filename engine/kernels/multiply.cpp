@@ -180,7 +180,7 @@ static void vectors(const Job<T>& job) {
 template <int BITS> struct Dots {
     Ints sum;
 
-    // Adds the products of inputs 4 k to 4 k + 3 of a tile. For k = 0, 1, ... 7 in turn.
+    // Adds the products of inputs 4 k to 4 k + 3 of a group. For k = 0, 1, ... 7 in turn.
 #if defined(__AVX512VNNI__)
     [[gnu::always_inline]] void add(int, Words w, const int8_t* x) {
         sum = (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, (__m512i)spread(x));
@@ -221,17 +221,17 @@ template <int BITS> struct Dots {
 #endif
 };
 
-// Vectors of a tile that take turns, so that what they need of M tokens stays in registers, and tokens of a job.
+// Vectors of a group that take turns, so that what they need of M tokens stays in registers, and tokens of a job.
 template <int M> constexpr int TOGETHER = BYTES == 32 ? (M <= 2 ? 2 : 1) : VECTORS;
 constexpr int MOST_OF_CODES = BYTES == 64 ? 9 : BYTES == 32 ? 6 : 1;
 
-// COUNT vectors of each row of a tile of a weight in BITS bits.
-template <int BITS, int COUNT> struct Tile {
+// COUNT vectors of each row of a group of a weight in BITS bits.
+template <int BITS, int COUNT> struct Codes {
     static constexpr int MORE = BITS == 8 ? 0 : BITS - 4;  // rows of one bit more
     const char* rows;
     Words low[COUNT], high[MORE + 1][COUNT];
 
-    [[gnu::always_inline]] Tile(const char* rows) : rows(rows) {
+    [[gnu::always_inline]] Codes(const char* rows) : rows(rows) {
 #pragma GCC unroll 2
         for (int bit = 0; bit < MORE; bit++)
 #pragma GCC unroll 8
@@ -248,7 +248,7 @@ template <int BITS, int COUNT> struct Tile {
     }
 
     // Weights of 4 inputs, k of 8, for the outputs of vector v: four unsigned bytes a lane. For k = 0, 1, 2, ... in turn.
-    [[gnu::always_inline]] Words codes(int k, int v) {
+    [[gnu::always_inline]] Words four(int k, int v) {
         if constexpr (BITS == 8) return row(k, v);
         if (k % 2 == 0) low[v] = row(k / 2, v);
         Words w = (k % 2 ? low[v] >> 4 : low[v]) & 0x0f0f0f0fu;
@@ -269,33 +269,27 @@ template <int M, int BITS> static void by_codes(const CodesJob& job) {
     Floats acc[M][VECTORS] = {};
     const char* scales = job.block;
     const CodesJob::Group* group = job.groups;
-    for (long in = 0; in < job.in; in += job.group, group += M, scales += SIDE * 2 + job.group * BITS * SIDE / 8) {
-        __builtin_prefetch(scales + AHEAD_OF_CODES, 0, 2);
+    const int8_t* x = job.x;
+    for (long g = 0; g < job.count; g++, group += M, x += M * GROUP, scales += GROUP_BYTES<BITS>) {
+#pragma GCC unroll 17
+        for (int line = 0; line < GROUP_BYTES<BITS>; line += 64) __builtin_prefetch(scales + AHEAD_OF_CODES + line, 0, 2);
 #pragma GCC unroll 8
         for (int first = 0; first < VECTORS; first += COUNT) {
-            const char* here = scales + SIDE * 2 + first * BYTES;
-            const int8_t* x = job.x + in * M;
             Dots<BITS> dots[M][COUNT];
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
                 for (int v = 0; v < COUNT; v++) dots[m][v].sum = (Ints)spread(&group[m].start);
-            for (long tile = 0; tile < job.group; tile += TILE, here += BITS * SIDE * 4) {
-                if (first == 0)
-#pragma GCC unroll 16
-                    for (int line = 0; line < BITS * SIDE * 4; line += 64)
-                        __builtin_prefetch(here + AHEAD_OF_CODES + line, 0, 2);
-                Tile<BITS, COUNT> weights(here);
+            Codes<BITS, COUNT> codes(scales + SIDE * 2 + first * BYTES);
 #pragma GCC unroll BYTES / 4
-                for (int k = 0; k < 8; k++) {
-                    Words w[COUNT];
+            for (int k = 0; k < 8; k++) {
+                Words w[COUNT];
 #pragma GCC unroll 8
-                    for (int v = 0; v < COUNT; v++) w[v] = weights.codes(k, v);
+                for (int v = 0; v < COUNT; v++) w[v] = codes.four(k, v);
 #pragma GCC unroll 16
-                    for (int m = 0; m < M; m++, x += 4)
+                for (int m = 0; m < M; m++)
 #pragma GCC unroll 8
-                        for (int v = 0; v < COUNT; v++) dots[m][v].add(k, w[v], x);
-                }
+                    for (int v = 0; v < COUNT; v++) dots[m][v].add(k, w[v], x + m * GROUP + k * 4);
             }
 #pragma GCC unroll 8
             for (int v = 0; v < COUNT; v++) {

@@ -25,6 +25,9 @@ struct Job {
     long pace = 0;   // and bytes to go on by for each SIDE * 4 bytes that are read.
 };
 
+constexpr long GROUP = 32;  // Inputs that share a scale, of x and of a weight in few bits.
+template <int BITS> constexpr long GROUP_BYTES = SIDE * 2 + GROUP * SIDE * BITS / 8;  // of a block
+
 // sums[tokens][SIDE] = x times one block of a weight in few bits (linear.h). x is rounded by groups of inputs.
 struct CodesJob {
     struct Group {
@@ -32,13 +35,12 @@ struct CodesJob {
         int32_t start;  // what its sums begin with: codes are weights plus half their range
     };
     long tokens;
-    const int8_t* x;      // [in / 4][tokens][4]
-    const Group* groups;  // [in / group][tokens]
+    const int8_t* x;      // [count][tokens][GROUP]
+    const Group* groups;  // [count][tokens]
     const char* block;
-    long in, group, bits;
+    long count, bits;
     float* sums;
 };
-constexpr long TILE = 32;  // Inputs that share a row of every bit.
 
 struct Multiply {
     const char* name;

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 HUGE, PIECE, LINE = 2 << 20, 32 << 20, 64  # Bytes of a huge page, of a piece of memory, and of a cache line.
 MADV_HUGEPAGE = 14
-SIDE, TILE = 32, 32  # outputs side by side in a block, and inputs of a tile, as in linear.h
+SIDE = 32  # outputs side by side in a block, as in linear.h
 
 
 def packed(weight: Tensor) -> Tensor:
@@ -33,20 +33,19 @@ def packed(weight: Tensor) -> Tensor:
 
 def packed_codes(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     """A weight in few bits (`engine.quantised.Codes`) in the blocks of linear.h, uint8
-    `[out / SIDE, in / group, bytes]`. The last block is filled with zeros."""
+    `[out / SIDE, in / 32, bytes]`. The last block is filled with zeros."""
     missing, groups = -len(codes) % SIDE, scales.shape[1]
     codes, scales = pad(codes, (0, 0, 0, missing)), pad(scales, (0, 0, 0, missing))
-    # [block, group, tile, 4 inputs, output, input]
-    tiles = codes.view(-1, SIDE, groups, codes.shape[1] // groups // TILE, 8, 4).permute(0, 2, 3, 4, 1, 5)
-    rows = [tiles]
+    fours = codes.view(-1, SIDE, groups, 8, 4).permute(0, 2, 3, 1, 4)  # [block, group, four inputs, output, input]
+    rows = [fours]
     if bits < 8:  # Four bits of two rows in a byte, then of eight rows one higher bit each.
-        low = tiles & 15
-        rows = [low[:, :, :, 0::2] | low[:, :, :, 1::2] << 4]
+        low = fours & 15
+        rows = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
         place = torch.arange(8, dtype=torch.uint8)[:, None, None]
         for bit in range(4, bits):
-            rows.append(((tiles >> bit & 1) << place).sum(3, keepdim=True, dtype=torch.uint8))
+            rows.append(((fours >> bit & 1) << place).sum(2, keepdim=True, dtype=torch.uint8))
     of_groups = scales.to(torch.bfloat16).view(-1, SIDE, groups).transpose(1, 2).contiguous().view(torch.uint8)
-    parts = torch.cat([of_groups, torch.cat(rows, 3).flatten(2)], 2)
+    parts = torch.cat([of_groups, torch.cat(rows, 2).flatten(2)], 2)
     return on_huge_pages(parts.shape, parts.dtype).copy_(parts)
 
 
