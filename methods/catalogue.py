@@ -99,6 +99,12 @@ def chain(name: str, title: str, *needs: Role, drafter: str | DrafterMaker | Non
     return Method(name, title, partial(make.chains, rule=rule, drafter=drafter), needs, **options)
 
 
+def shaped(name: str, title: str, needs: tuple[Role, ...]) -> Method:
+    """Guesses of the model of role `name`: gamma each round, or the tree of `--tree`."""
+    sampler = partial(make.as_flags_say, rule="fixed", drafter=name)
+    return Method(name, title, sampler, needs, seeded=lambda decoding: decoding.tree != "auto")
+
+
 CATALOGUE: tuple[Method, ...] = (
     alone("draft", "the draft alone", partial(make.one_model, role="draft"), (Role.READER,), modes=SPEED),
     alone("mid", "the mid model alone", partial(make.one_model, role="mid"), (Role.MID,), modes=("speedMulti",)),
@@ -112,7 +118,7 @@ CATALOGUE: tuple[Method, ...] = (
     Method(
         "speculative",
         "speculative sampling as the flags say",
-        lambda models, decoding: (make.trees if decoding.tree else make.chains)(models, decoding),
+        make.as_flags_say,
         seeded=no_clock,
         modes=("speed", "speedMulti", "diversity"),
         in_all=("lossless",),
@@ -132,8 +138,8 @@ CATALOGUE: tuple[Method, ...] = (
     ),
     chain("lookup", "guesses from the text so far", drafter="lookup"),
     chain("lookupFirst", "guesses from the text so far, otherwise the draft's", Role.DRAFT, drafter="lookupFirst"),
-    chain("self", "guesses from the target's own copy in few bits (--draftBits)", Role.SELF, drafter="self"),
-    chain("head", "guesses from the target's features, by a trained head (--head)", Role.HEAD, drafter="head"),
+    shaped("self", "guesses from the target's own copy in few bits (--draftBits)", needs=(Role.SELF,)),
+    shaped("head", "guesses from the target's features, by a trained head (--head)", needs=(Role.HEAD,)),
     Method(
         "cascade",
         "the draft guesses for the mid model, both for the target",

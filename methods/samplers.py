@@ -52,8 +52,8 @@ class Decoding:
     tree: str | None = flag(str, None, "SHAPE")
     """Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. 3/2,1,0:
     level by level, with one number for each node, or one for all. auto: the shape with the most tokens per second, by
-    measured acceptance and costs; plain decoding and chains are among its choices. Default: a chain; for the methods
-    tree and topDown of --compare and --lossless auto."""
+    measured acceptance and costs; plain decoding and chains are among its choices. Of --compare and --lossless, self
+    and head guess such a tree too, and tree and topDown, whose default is auto. Default: a chain."""
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
     acceptance: float | None = flag(number(0, 1), None, "A")
@@ -163,9 +163,11 @@ def chains(
     )
 
 
-def trees(models: Models, decoding: Decoding, rule: str | None = None) -> Sampler:
-    """A tree of guesses with this verification rule; None: that of the flags."""
-    model, verify = models.get("restricted") or models["draft"], TREE_RULES[rule or decoding.tree_rule]
+def trees(models: Models, decoding: Decoding, rule: str | None = None, drafter: str | None = None) -> Sampler:
+    """A tree of guesses of the model of role `drafter`, by default the draft, with this verification rule; None: that
+    of the flags."""
+    model = models[drafter] if drafter else models.get("restricted") or models["draft"]
+    verify = TREE_RULES[rule or decoding.tree_rule]
     if decoding.acceptance is not None:
         verify = synthetic_tree(decoding.acceptance, models["target"].rule(verify))
     return partial(
@@ -175,6 +177,13 @@ def trees(models: Models, decoding: Decoding, rule: str | None = None) -> Sample
         tree=tree_choice(decoding),
         verify=verify,
     )
+
+
+def as_flags_say(models: Models, decoding: Decoding, rule: str | None = None, drafter: str | None = None) -> Sampler:
+    """Trees if there is a --tree, otherwise chains with this draft-length rule."""
+    if decoding.tree:
+        return trees(models, decoding, drafter=drafter)
+    return chains(models, decoding, rule, drafter=drafter)
 
 
 def tree_choice(decoding: Decoding) -> LengthRule:

@@ -350,6 +350,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
     "overall-head": partial(overall, "categories-head"),
+    "overall-copy": partial(overall, "categories-SmolLM2"),
     "diversity": partial(printed, "diversity", "Diversity", notes=True),
     "lossless-verdict": lossless_verdict,
     "lossless-tests": partial(printed, "lossless", "Drawn texts"),

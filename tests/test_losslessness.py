@@ -379,7 +379,8 @@ def test_a_short_text_with_two_rare_tokens_passes():
 
 
 @pytest.mark.parametrize(
-    "method", ["fixed", "lookup", "lookupFirst", "self", "cascade", "other tokenizer", "tree", "chain of a tree"]
+    "method",
+    ["fixed", "lookup", "lookupFirst", "self", "cascade", "other tokenizer", "tree", "chain of a tree", "tree of self"],
 )
 def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, method):
     """Whatever guesses: no draft model knows of what lookup does."""
@@ -390,6 +391,8 @@ def test_a_wrong_q_is_seen_by_its_guesses_and_a_right_one_is_not(pair, method):
         method, options = "fixed", {"translation": translation}
     if method == "chain of a tree":
         method, options = "tree", {"tree": "1,1,1"}
+    if method == "tree of self":
+        method, options = "self", {"tree": "2,1"}
     make = partial(sampler_of, target, draft, method, **options)
     figures = guessed(make(), make(), sampling)
     assert not seen_by(figures, limit_of(1)) and figures["guesses"]["expected"] > 20

@@ -165,6 +165,8 @@ def test_only_what_follows_the_clock_is_not_repeatable_and_other_programs():
     assert not any(repeatable(name, Decoding()) for name in METHODS.keys() - own)
     assert [name for name in own if not repeatable(name, Decoding())] == ["costAware", "tree", "topDown"]
     assert [name for name in own if not repeatable(name, Decoding(tree="2,1"))] == ["costAware"]
+    of_auto = {name for name in own if not repeatable(name, Decoding(tree="auto"))}
+    assert of_auto == {"costAware", "tree", "topDown", "self", "head", "speculative", "speculativeContrastive"}
     clocked = {name for name in own if not repeatable(name, Decoding(draft_length="costAware"))}
     assert clocked == {"costAware", "tree", "topDown", "speculative", "speculativeContrastive"}
 
