@@ -101,9 +101,10 @@ class CachedModel(Model):
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
-        self.vocabulary = vocabulary or config.vocab_size
-        if self.vocabulary > config.vocab_size:
-            raise UserError(f"{name} knows {config.vocab_size} tokens, fewer than the {vocabulary} that are asked for")
+        known = min(config.vocab_size, getattr(model.get_output_embeddings(), "out_features", config.vocab_size))
+        self.vocabulary = vocabulary or known
+        if self.vocabulary > known:
+            raise UserError(f"{name} knows {known} tokens, fewer than the {vocabulary} that are asked for")
         self.name = name
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype

@@ -698,6 +698,14 @@ def test_more_tokens_than_a_model_knows_are_refused():
         RestrictedModel(helpers.tiny(), torch.tensor([5, 61]))
     with refused("t knows 61 tokens, fewer than the 62 that are asked for"):
         CachedModel(helpers.tiny().model, 62, "t")
+    narrow = helpers.tiny().model
+    narrow.set_output_embeddings(nn.Linear(narrow.config.hidden_size, 50, bias=False))
+    with refused("t knows 50 tokens, fewer than the 61 that are asked for"):
+        CachedModel(narrow, 61, "t")
+    eager, packed = CachedModel(narrow), compiled(CachedModel(copy.deepcopy(narrow)))
+    assert eager.vocabulary == 50
+    prompts = [[1, 2, 3], [4, 5]]
+    assert regrSampling(prompts, eager, 20, GREEDY)[0] == regrSampling(prompts, packed, 20, GREEDY)[0]
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):
