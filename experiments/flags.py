@@ -38,6 +38,7 @@ SEVERAL = (
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
 GENERATED = "modes that generate text", lambda run: run.measuring.modes
 SAMPLED = "modes that generate text, and for --audit", lambda run: run.measuring.modes or run.measuring.audit
+KEPT = "results to keep", lambda run: not run.measuring.played
 REPEATED = "modes that measure methods", lambda run: run.measuring.groups
 WINDOWS = "--ppl", lambda run: run.measuring.ppl
 CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
@@ -284,7 +285,7 @@ class TextChoice:
 class Output:
     """Where the results go."""
 
-    folder: Path = flag(path, ROOT, "FOLDER", name="out")
+    folder: Path = flag(path, ROOT, "FOLDER", name="out", only=KEPT)
     """The folder of results.txt, results.jsonl and figures/, which is created if it does not exist. Default: the
     project's folder."""
     texts: Path | None = flag(path, None, "FOLDER", only=OTHERS)

@@ -180,9 +180,10 @@ def run(cli, flags, tmp_path):
 
     def call(words, *more, base=flags, out=tmp_path, code=0):
         out.mkdir(exist_ok=True)
-        if {"--show", "--chat", "--html"} & set(words.split()):  # They play one text.
-            base = prompted(base, "--repeats", "--sentences")
-        assert cli.main([*base, *words.split(), *map(str, more), "--out", str(out)]) == code
+        flags, to = base, ("--out", out)
+        if {"--show", "--chat", "--html"} & set(words.split()):  # They play one text, and keep nothing.
+            flags, to = prompted(base, "--repeats", "--sentences"), ()
+        assert cli.main([*flags, *words.split(), *map(str, [*more, *to])]) == code
         return lines_of(out)
 
     return call
