@@ -184,6 +184,7 @@ class Rows:
         self.fresh: list[int] = []
         self.waiting = 0  # the first prompt of the queue
         self.unread = 0
+        self.began = False
         self._offsets: dict[tuple[int, int], Tensor] = {}
         self.take_prompts()
 
@@ -191,8 +192,19 @@ class Rows:
         """Before each round: rows whose texts have ended go to the next prompts of the queue. Returns whether any text
         has not ended.
 
-        When no prompt waits, rows that have ended are taken out of the batch.
+        When no prompt waits, rows that have ended are taken out of the batch. Raises UserError if another call has used
+        a model's KV cache since the last round.
         """
+        goes_on = self.waiting < len(self.prompts) or not all(self.ended)
+        for model in self.models if goes_on else ():
+            keeper = model.cache_of or model
+            if self.began and keeper.holds != id(self):
+                raise UserError(
+                    f"{keeper.name} began another text before this one ended, in a callback or in another thread: give "
+                    "each call models of its own, which may share their weights"
+                )
+            keeper.holds = id(self)
+        self.began = True
         if not self.fresh or self.tokens[self.numbers[self.fresh[0]]]:  # The models have read the fresh rows.
             self.fresh = []
             if any(self.ended):

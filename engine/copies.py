@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from engine.cachedModel import CachedModel
 from engine.decoderLayers import PackedLayer, names_of, weight_of
 from engine.kernels.loader import cache_folder
-from engine.quantised import Codes, quantised_copy, rounded
+from engine.quantised import GROUP, Codes, quantised_copy, rounded
 
 Follow = Callable[[Iterable[Any], str, int], Iterable[Any]]  # follow(work, title, steps) shows progress
 
@@ -41,6 +42,7 @@ class Copies:
         if any(isinstance(part, PackedLayer) for part in model.model.modules()):
             raise RuntimeError("its layers are packed for the kernels; it can be copied only before it is compiled")
         weights = weights_of(model.model)
+        self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.names, self.weights = list(weights), sum(weight.numel() for weight in weights.values())
         digest = hashlib.sha256(METHOD)
         for name, weight in weights.items():
@@ -82,14 +84,15 @@ class Copies:
     def is_whole(self, bits: int, name: str) -> bool:
         """Whether a weight is on disk; incomplete files are ignored and computed again."""
         try:
-            self.read(bits, name)
-            return True
+            out, size = self.shapes[name]
+            return self.read(bits, name).codes.shape == (out, -(-size // GROUP) * GROUP)
         except (OSError, SafetensorError, TypeError):
             return False
 
     def write(self, name: str, codes: Codes) -> None:
         """Write to a temporary file and rename it, so that the file is never incomplete."""
-        draft, file = self.folder / f"{os.getpid()}.safetensors", self.file(codes.bits, name)
+        file = self.file(codes.bits, name)
+        draft = self.folder / f"{os.getpid()}-{threading.get_ident()}.safetensors"
         file.parent.mkdir(exist_ok=True)
         save_file({"codes": codes.codes.cpu().contiguous(), "scales": codes.scales.cpu().contiguous()}, draft)
         os.replace(draft, file)

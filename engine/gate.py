@@ -63,6 +63,7 @@ def reads_trees(
     if key not in VERDICTS:
         with contextlib.suppress(OSError, ValueError, KeyError):
             VERDICTS[key] = {"trees": True, "no trees": False}[file.read_text(encoding="utf-8")]
+    altered = model is not None and is_altered(model)
     if key not in VERDICTS:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # The products of a twin are small, and several threads mostly wait for each other.
@@ -75,19 +76,19 @@ def reads_trees(
                 raise refusal(config, reason) from error
         finally:
             torch.set_num_threads(threads)
-        if key in VERDICTS and kind.__module__.startswith("transformers."):
+        if key in VERDICTS and kind.__module__.startswith("transformers.") and not altered:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text("trees" if VERDICTS[key] else "no trees", encoding="utf-8")
     trees = VERDICTS.get(key)
-    if model is not None and (trees is None or is_altered(model) or has_other_parts(model, parts_of(*key, config))):
+    if model is not None and (trees is None or altered or has_other_parts(model, parts_of(*key, config))):
         try:
             return trees_of(model, config, wrap, TOLERANCE.get(model.dtype, 0.1))
         except UserError as error:
             if trees is None:
                 raise
-            altered = f"this {kind.__name__} has hooks, modules or a forward that its class does not have"
-            raise UserError(f"{altered}, and with them it is not decoded correctly; remove them") from error
+            changed = f"this {kind.__name__} has hooks, modules or a forward that its class does not have"
+            raise UserError(f"{changed}, and with them it is not decoded correctly; remove them") from error
     return trees
 
 
@@ -223,11 +224,18 @@ def has_other_parts(model: nn.Module, own: dict[str, type]) -> bool:
 
 
 def is_altered(model: nn.Module) -> bool:
-    """Whether hooks or replaced forwards change the computation of the class. Those of accelerate do not: they move
-    layers between devices."""
+    """Whether hooks or replaced forwards, of a module or of its class, change the computation. Those of accelerate do
+    not: they move layers between devices."""
     return any(
         module._forward_hooks
         or module._forward_pre_hooks
         or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
+        or has_other_forward(type(module))
         for module in model.modules()
     )
+
+
+def has_other_forward(kind: type[nn.Module]) -> bool:
+    """Whether code elsewhere has replaced the forward of a class, or of the one that it has it from."""
+    owner = next(each for each in kind.__mro__ if "forward" in vars(each))
+    return getattr(vars(owner)["forward"], "__module__", None) != owner.__module__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,6 +43,7 @@ class RestrictedHead(nn.Module):
         return logits
 
 
+LIBRARIES = "transformers.", "torch.nn.", f"{__package__}."  # Their modules keep nothing else that changes a text.
 PLAIN = (bool, int, float, str, tuple)  # settings of a module: none of these shares memory
 
 
@@ -89,7 +91,10 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any], li
 def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
     """A second model that shares the weights and the hooks. Setting or replacing a part of one does not change
     the other."""
-    return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
+    try:
+        return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
+    except (TypeError, pickle.PicklingError) as error:
+        raise UserError(f"this {type(model).__name__} has an attribute that cannot be copied ({error})") from error
 
 
 def library_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -104,9 +109,12 @@ def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
 
     It is created again if a weight or a hook was replaced, as by `resize_token_embeddings`, a module or its `forward`,
     or if a setting changed: of the configuration, or a number or name that a module keeps. A weight that changes in
-    place, as in training, changes in both.
+    place, as in training, changes in both. A module of another library may keep anything: with one, each call makes a
+    copy.
     """
     modules = list(model.modules())
+    if not all(type(module).__module__.startswith(LIBRARIES) for module in modules):
+        return sharing_copy(model)
     parts = [*shared_parts(model), *map(type, modules), *(vars(module).get("forward") for module in modules)]
     kept = [{k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in modules]
     settings = [model.config.to_dict(), model.config._attn_implementation, *kept]

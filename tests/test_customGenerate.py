@@ -5,6 +5,7 @@ import copy
 import gc
 import re
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -263,6 +264,31 @@ def test_the_twin_or_copy_of_a_model_is_kept_and_follows_it_and_a_dead_one_leave
     del model, first
     gc.collect()
     assert gone() is None and (len(customGenerate._COPIES) < copies or not own_copy)
+
+
+class Steered(torch.nn.Module):
+    """What it adds is neither a parameter nor a buffer nor a number."""
+
+    def __init__(self, inner, vector):
+        super().__init__()
+        self.inner, self.vectors = inner, [vector]
+
+    def forward(self, x):
+        return self.inner(x) + self.vectors[0]
+
+
+def test_a_module_of_the_users_may_keep_anything_and_is_followed(draft):
+    model, custom = tiny(seed=5), speculative(draft)
+    vector = 5 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    model.gpt_neox.layers[1].mlp = steered = Steered(model.gpt_neox.layers[1].mlp, vector)
+    ours = equal(model, custom).sequences
+    steered.vectors[0] = -vector
+    assert not torch.equal(equal(model, custom).sequences, ours)
+    steered.vectors[0].mul_(-1)
+    assert torch.equal(equal(model, custom).sequences, ours)
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match="has an attribute that cannot be copied"):
+        equal(model, custom)
 
 
 def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):

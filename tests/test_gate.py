@@ -24,6 +24,7 @@ from transformers import (
     Qwen2Config,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from decoding.tree import Places
 from engine import cachedModel, gate, kvCache
@@ -208,6 +209,26 @@ def test_an_attention_that_other_code_registered_is_refused(monkeypatch):
         CachedModel(model)
     model.set_attn_implementation("eager")
     CachedModel(model)
+
+
+def test_a_class_whose_forward_was_replaced_after_its_verdict_is_tested_itself(monkeypatch, stored):
+    model, own = windowed(), MistralAttention.forward
+    CachedModel(model)
+    (file,) = stored.iterdir()
+    for factor, is_right in ((1, True), (2, False)):
+
+        def replaced(self, hidden_states, factor=factor, **how):
+            out, *weights = own(self, hidden_states, **how)
+            return out + (factor - 1) * hidden_states[:, -1:], *weights
+
+        monkeypatch.setattr(MistralAttention, "forward", replaced)
+        with contextlib.nullcontext() if is_right else refused("hooks, modules or a forward"):
+            CachedModel(model)
+    file.unlink()
+    gate.VERDICTS.clear()
+    monkeypatch.setattr(MistralAttention, "forward", lambda *given, **how: own(*given, **how))
+    CachedModel(model)
+    assert not list(stored.iterdir())  # Another process may have the class as it is.
 
 
 def test_a_class_that_is_defined_anew_is_tested_anew(monkeypatch):

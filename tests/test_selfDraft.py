@@ -35,8 +35,10 @@ from experiments import loading
 from lossless.mistakes import MISTAKES, DraftKeysTarget
 from methods import selfDraft
 from methods.cascade import CascadeDrafter
+from methods.catalogue import build
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
+from methods.samplers import Decoding
 from methods.selfDraft import MeasuredCopy, SelfDrafter, best_copy, copies_of, trials
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
@@ -457,11 +459,23 @@ def test_what_a_copy_takes_is_said(monkeypatch):
         assert loading.copy_bytes(rounded_copy(target, bits), count, bits) == count * each
 
 
+def test_with_a_tree_the_copy_guesses_one():
+    target, draft = helpers.tiny(seed=1), helpers.tiny(seed=2)
+    models = {"target": target, "draft": draft, "self": rounded_copy(target, 8)}
+    for shape, loop in ("2,1", treeSampling), (None, specSampling):
+        sampler = build(["self"], models, Decoding(tree=shape))["self"]
+        assert sampler.func is loop and sampler.keywords["drafter"].model is models["self"]
+        texts, records = sampler(PROMPTS, max_len=30, sampling=GREEDY)
+        assert texts == regrSampling(PROMPTS, target, 30, GREEDY)[0]
+        assert max(accepted for record in records for accepted in record.accepted) >= 2
+
+
 def test_codes_that_were_cut_short_are_made_again():
     first = copies_of(helpers.tiny(seed=1), [8])
     file = first.file(8, first.names[0])
     before = file.read_bytes()
-    for damaged in before[:100], b"", before[: len(before) // 2]:
+    other = first.file(8, next(name for name in first.names if first.shapes[name] != first.shapes[first.names[0]]))
+    for damaged in before[:100], b"", before[: len(before) // 2], other.read_bytes():
         file.write_bytes(damaged)
         assert copies_of(helpers.tiny(seed=1), [8]).version(8) and file.read_bytes() == before
 
