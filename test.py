@@ -32,7 +32,7 @@ from report.selfCheck import self_check
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code: 0; 1 if a test fails; 2 for an error of the user."""
     words = list(sys.argv[1:] if argv is None else argv)
-    said = "What was measured is kept in results.txt.", "use smaller models, a smaller --dtype, --maxLen or --window"
+    said = "What was measured is kept in results.jsonl.", "use smaller models, a smaller --dtype, --maxLen or --window"
 
     def execute(processes: Processes) -> int:
         settings = parse(words)

@@ -26,6 +26,7 @@ from utils import Sampling, UserError
 TIMED = ("speed", "speedNew", "speedMulti", "contrastive", "compare", "sweep", "steps")  # modes that measure speed
 # Defaults that differ between modes; those for the other modes are where they are used.
 MAX_LEN = {"speedNew": 1000, "diversity": 45}
+STRIDE = 512
 REPEATS = {"compare": 2, "sweep": 2, "diversity": 20}
 FILTERS = {"diversity": (1.0, 1.0)}  # temperature and top_p; the article's naive sampling has neither
 ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": (0, 1)}  # no value means 1
@@ -33,13 +34,20 @@ ON_OFF: dict[str, Any] = {"metavar": None, "nargs": "?", "const": 1, "choices": 
 CORPORA = "texts from the data set", lambda run: run.prompts_from_corpora or run.measuring.ppl
 SEVERAL = (
     "several texts from the data set",
-    lambda run: run.measuring.ppl or (run.prompts_from_corpora and not run.measuring.played),
+    lambda run: run.measuring.ppl or (run.prompts_from_corpora and run.measuring.groups.keys() - {"steps"}),
 )
 CUT_PROMPTS = "prompts from the data set", lambda run: run.prompts_from_corpora
 GENERATED = "modes that generate text", lambda run: run.measuring.modes
-SAMPLED = "modes that generate text, and for --audit", lambda run: run.measuring.modes or run.measuring.audit
+SAMPLED = (  # Contrastive decoding has a temperature of its own.
+    "modes that draw text from the target, and for --audit",
+    lambda run: any(not METHODS[name].contrasts for name in run.measuring.names) or run.measuring.audit,
+)
+WRITTEN = "modes that generate text, except --steps", lambda run: set(run.measuring.modes) - {"steps"}
 KEPT = "results to keep", lambda run: not run.measuring.played
-REPEATED = "modes that measure methods", lambda run: run.measuring.groups
+REPEATED = (
+    "modes that continue a prompt several times",
+    lambda run: run.measuring.groups.keys() - {"steps", "lossless", *([] if run.draws else ["diversity"])},
+)
 WINDOWS = "--ppl", lambda run: run.measuring.ppl
 CONTINUED = "prompts that are continued", lambda run: run.measuring.modes and not run.output.chat
 LINES = "prompts that are measured", lambda run: run.measuring.groups
@@ -212,7 +220,7 @@ class ModelChoice:
 class SamplingChoice:
     """Sampling."""
 
-    max_len: int | None = flag(whole(1), first=True, only=GENERATED)
+    max_len: int | None = flag(whole(1), first=True, only=WRITTEN)
     """The most new tokens of a text. A timed text has as many: no end token ends it. Default: 200; for --speedNew 1000,
     for --diversity 45."""
     temperatures: tuple[float, ...] = flag(
@@ -272,8 +280,9 @@ class TextChoice:
     64."""
     window: int = flag(whole(2), 1024, only=WINDOWS)
     """The window of the corpus perplexity, in tokens; at most the models' context."""
-    stride: int = flag(whole(1), 512, only=WINDOWS)
-    """How many tokens each window starts after the one before; less than --window."""
+    stride: int | None = flag(whole(1), None, only=WINDOWS)
+    """How many tokens each window starts after the one before; less than --window. Default: 512, or half of a window
+    that is not longer."""
 
     @property
     def from_corpora(self) -> bool:
@@ -355,8 +364,7 @@ def wrong_values(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         for name, declared in FLAGS.items() if getattr(args, single) else ():
             is_given = name not in (single, other) and getattr(args, name) not in (declared.default, None)
             yield is_given, f"--{single} {why}; leave out --{name}"
-    given = args.stride != FLAGS["stride"].default  # Else a shorter window has a stride of half of it.
-    yield given and args.stride >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
+    yield (args.stride or 0) >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
     several = len(args.temperature or ()) > 1 and not args.sweep
     yield several, "only --sweep takes several temperatures; give one"
     prompts = [flag for flag in ("prompt", "question", "promptFile", "prompts") if getattr(args, flag) is not None]

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.rows import check_room
 from downloadModel import download_model, downloaded_folder, is_hub_id
+from experiments.flags import STRIDE
 from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
@@ -77,7 +78,8 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     shortest = min(limits, key=lambda model: model.context)
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
-        inputs.stride = chosen.stride if chosen.stride < inputs.window else inputs.window // 2
+        stride = chosen.stride or STRIDE
+        inputs.stride = stride if stride < inputs.window else inputs.window // 2
         for corpus in corpora:
             passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer)
             inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))

@@ -71,6 +71,12 @@ class Settings:
         return min(self.measuring.batch or TEXTS, self.texts_at_once)
 
     @property
+    def draws(self) -> bool:
+        """Whether the texts of --audit, or of --diversity, are drawn."""
+        sampling = self.sampling.of("audit" if self.measuring.audit else "diversity")
+        return bool(sampling.temperature or self.decoding.contrastive_temperature)
+
+    @property
     def continues(self) -> bool:
         """Whether prompts are continued by methods that are timed, tested or played. --diversity has its own."""
         return bool(set(self.measuring.modes) - {"diversity"})
@@ -231,7 +237,8 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     have one if a method reads them when it is built with stand-ins for models, and so have flags of the models."""
     of_guessing, read, messages = flags_of(Decoding), set(), dict[str, str]()
     measuring = settings.measuring
-    roles = {"target", *(["draft"] if measuring.ppl or measuring.lossless or measuring.audit else [])}  # that are read
+    drawn = measuring.audit and settings.draws
+    roles = {"target", *(["draft"] if measuring.ppl or measuring.lossless or drawn else [])}  # that are read
 
     class Watched(Decoding):
         def __getattribute__(self, name: str) -> Any:
@@ -255,8 +262,12 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     decoding = Watched(**vars(settings.decoding))
     build(["fixed"] if "sweep" in measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
-    audited = ["speculative"] if measuring.audit else []  # It guesses along the texts.
+    audited = ["speculative"] if drawn else []  # It guesses along drawn texts.
     build([*measuring.names, *audited], models, decoding)
+    if audited:
+        read -= {"verification", "tree_rule"}  # The text itself is the path.
+    if measuring.groups.keys() == {"steps"}:
+        read -= {"verification", "acceptance"}  # A round that is timed has rules of its own.
     others = [METHODS[name] for name in measuring.names if METHODS[name].engine]
     roles |= {role.model for method in others for role in method.needs}
     read |= {"gamma"} if others else set()

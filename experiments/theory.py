@@ -21,7 +21,7 @@ from experiments.schema import BatchCostsLine, CostsLine, Line, Positions, Queue
 from methods.samplers import Sampler
 from utils import Sampling
 
-GAMMAS = range(1, 11)
+GAMMAS, MOST_GUESSES = range(1, 11), 32
 # Of a round: the chances of the children of each node on the accepted path, guesses drafted, guesses accepted.
 RoundChances = tuple[Sequence[Sequence[float]], int, int]
 
@@ -41,6 +41,19 @@ def expected_chain(rates: Iterable[float]) -> float:
         reach *= rate
         tokens += reach
     return tokens
+
+
+def expected_in_text(rates: Sequence[float], gamma: int, tokens: int) -> float:
+    """The expected tokens of a round, if rounds of `gamma` guesses write `tokens` tokens. Without an end this is
+    `expected_chain`; the last rounds guess less, because the last token that a text may add needs no guess."""
+    reach = np.cumprod([1.0, *rates[:gamma]])  # of a round that has every guess
+    reach = np.pad(reach, (0, gamma + 1 - len(reach)))
+    rounds = [0.0]  # expected, for each number of tokens that are left
+    for left in range(1, tokens + 1):
+        guesses = min(gamma, left - 1)
+        accepts = -np.diff(reach[: guesses + 1], append=0.0)  # the probabilities of 0, 1, ... accepted guesses
+        rounds.append(1 + float(accepts @ rounds[left - 1 - guesses : left][::-1]))
+    return tokens / rounds[tokens]
 
 
 def improvement(alpha: float, gamma: int, c: float, scoring: float = 1.0) -> float:
@@ -152,26 +165,27 @@ def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     """The measurements at one temperature, and the predictions of theory.
 
     "rows": for each gamma the measured figures of `intervals.summarize`, with "expected", the tokens a round that
-    follow from the overlaps of p and q at each position of a round, where a round without a guess there accepts none;
-    "theory", these over the measured costs of drafting and scoring as many tokens as the rounds had; and "paper",
-    theorem 3.8, which takes each round to have gamma guesses, each of them to be accepted with the same probability
-    alpha, independently of the others, and scoring to cost what one token costs. "alpha", "c": the inputs of theory;
-    alpha is that of the run, by counting. "plain": the target alone. "best": the gamma that is best by the paper's
-    theorem.
+    follow from the overlaps of p and q at each position of a round, where a round without a guess there accepts none,
+    for texts as long as those that were timed; "theory", these over the measured costs of drafting and scoring as many
+    tokens as the rounds had; and "paper", theorem 3.8, which takes each round to have gamma guesses, each of them to be
+    accepted with the same probability alpha, independently of the others, and scoring to cost what one token costs.
+    "alpha", "c": the inputs of theory; alpha is that of the run, by counting. "plain": the target alone. "best": the
+    gamma that is best by the paper's theorem, of those up to MOST_GUESSES.
     """
     by_method = {row["method"]: row for row in summarize(texts)}
     c = costs["drafting"] if "drafting" in costs else speedup(texts, "draft", "target", "tpot").middle
     tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
     rates = [overlap / reached for reached, _, overlap in costs["overlap_by_position"]]
+    longest = max(1, max(text["tokens"] for text in texts) - 1)  # The first token has no round.
     rows = []
     for gamma in GAMMAS:
         if row := by_method.get(f"gamma {gamma}"):  # Some are missing in a run that was stopped.
-            expected = expected_chain(rates[:gamma])  # Where no round had a guess, a round has no more tokens.
+            expected = expected_in_text(rates, gamma, longest)
             theory = expected / cost_of_round(row["drafted"] / row["rounds"], c, costs["scoring"])
             paper = improvement(alpha, gamma, c)
             rows.append(row | {"gamma": gamma, "expected": expected, "theory": theory, "paper": paper})
-    best = max(range(33), key=lambda gamma: improvement(alpha, gamma, c))
+    best = max(range(MOST_GUESSES + 1), key=lambda gamma: improvement(alpha, gamma, c))
     return {"alpha": alpha, "c": c, "rows": rows, "plain": by_method["target"], "best": best}
 
 

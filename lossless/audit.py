@@ -29,7 +29,7 @@ from methods.catalogue import build
 from utils import Sampling
 
 ROWS = 64  # texts of a piece of work
-FITTED = 6400  # tokens at most that are tested for other settings
+LEAST, FITTED = 400, 6400  # tokens at least and at most that are tested for other settings
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Auditor:
         figures = evidence.figures()
         tests, fits = self.rejecting(evidence, figures), []
         fitted = max(1, int(np.searchsorted(np.cumsum([len(text) for text in texts]), FITTED)))
-        for other in others(sampling) if tests else ():
+        for other in others(sampling) if tests and figures["tokens"] >= LEAST else ():
             by_other = self.evidence(prompts[:fitted], texts[:fitted], other)
             if not self.rejecting(by_other, by_other.figures()):
                 fits.append(asdict(other))
@@ -141,14 +141,15 @@ def power_of(evidence: Evidence, limit: float) -> Power:
     """The deviations from the target that these texts would have shown with probability SEEN.
 
     surprise: of the mean of -log p(x) from the entropy, in nats a token: a normal number with this mean crosses the
-    place where Chernoff's bound is the limit. variation: of the distribution of u from the uniform one, at the place
-    where it is largest. The share of tokens below that place is a binomial one, and its standard deviation is at most
-    1 / (2 sqrt(n)).
+    place where Chernoff's bound is the limit; nan where no token could vary. variation: of the distribution of u from
+    the uniform one, at the place where it is largest. The share of tokens below that place is a binomial one, and its
+    standard deviation is at most 1 / (2 sqrt(n)).
     """
     possible = ~np.isnan(evidence.u)
     n, margin = max(1, int(possible.sum())), norm.ppf(SEEN)
+    deviation = evidence.variance[possible].sum() ** 0.5 or np.nan
     return {
-        "surprise": float(((2 * np.log(2 / limit)) ** 0.5 + margin) * evidence.variance[possible].sum() ** 0.5 / n),
+        "surprise": float(((2 * np.log(2 / limit)) ** 0.5 + margin) * deviation / n),
         "variation": float(min(1, kstwo.isf(limit, n) + margin / (2 * n**0.5))),
     }
 
@@ -190,7 +191,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     auditor = Auditor(
         models["target"],
         order,
-        unit=torch.finfo(DTYPES[written_in]).eps / 2,
+        unit=max(torch.finfo(DTYPES[dtype]).eps for dtype in (written_in, inputs.text_dtype)) / 2,  # of both readers
         seed=settings.measuring.seed,
         processes=inputs.processes,
         guessing=guessing,

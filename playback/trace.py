@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decoding.drafter import Guesses
 from decoding.rows import Rows
+from inputs.commandLine import counted
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes the first bytes of a character to
 KINDS = ("guesses accepted", "guesses rejected", "the target's own tokens")  # in the order of Round's fields
@@ -131,7 +132,7 @@ def decoded_rounds(rounds: Sequence[Round], tokenizer: PreTrainedTokenizerBase) 
 def summary(rounds: Sequence[Sequence[Sequence[object]]]) -> str:
     """One line of figures. As in `Record`, the prefill does not count among the rounds, `[round][kind][token]`."""
     accepted, rejected, target = (sum(map(len, tokens)) for tokens in zip(*rounds)) if rounds else (0, 0, 0)
-    line, more, later = f"{accepted + target} tokens", accepted + target - 1, len(rounds) - 1
+    line, more, later = counted(accepted + target, "token"), accepted + target - 1, len(rounds) - 1
     if later > 0:
         line += f": 1 from reading the prompt, {more} in {later} rounds ({more / later:.2f} tokens per round)"
     return line + (f"; {accepted} of {accepted + rejected} guesses accepted" if accepted + rejected else "")

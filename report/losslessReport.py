@@ -33,9 +33,9 @@ SAMPLED_NOTES = (
     "summed; the serial correlation of u with its neighbours; and how many tokens are what the method guesses when it "
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
     "below {limit:.1e} is a difference; with exact samplers this happens in at most one of "
-    f"{1 / FALSE_ALARM:,.0f} runs. PPL of text: its perplexity. PPL of p: from the target's own entropy. at the edge: "
-    "tokens that only rounding put outside of top-p or top-k. p=0: impossible tokens, to which the target gives no "
-    "probability."
+    f"{1 / FALSE_ALARM:,.0f} runs. PPL of text: the perplexity of its tokens but those of the last two columns. PPL of "
+    "p: from the target's own entropy. at the edge: tokens that only rounding put outside of top-p or top-k. p=0: "
+    "impossible tokens, to which the target gives no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -186,13 +186,12 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
                 yield "If a draft model guessed, name it with --draft: then a leak from it shows after fewer tokens."
             yield "Are target, tokenizer and sampling flags those of the engine?"
     if line["retokenised"]:
+        drawn = f", so up to {RETOKENISED:.0%} of impossible tokens there are no reason to reject"
         yield (
-            f"{counted(line['retokenised'], 'text')} came without token ids, so it is encoded here. An engine may have "
-            f"written other tokens with the same letters, so up to {RETOKENISED:.0%} of impossible tokens there are no "
-            "reason to reject. Give tokens to be sure."
+            f"{counted(line['retokenised'], 'text')} without token ids, encoded here. An engine may have written other "
+            f"tokens with the same letters{drawn if line['test'] == 'audit' else ''}. Give tokens to be sure."
         )
-    if line["test"] == "audit":
-        power = line["power"]
+    if line["test"] == "audit" and (power := line["power"])["surprise"]:  # Else no token could vary.
         yield (
             f"These tokens show, in {SEEN:.0%} of cases, a mean surprise that is off by {power['surprise']:.2g} nats "
             f"a token, and a distance of {power['variation']:.2g} in the order of {line['order']}."

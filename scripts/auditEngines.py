@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -58,9 +59,10 @@ ENGINES = (
     "generate:assisted,generate:universal,vllm,openvino,llama.cpp,ctranslate2,generate:plain,generate:custom"
 )
 OWN = "fixed,block,tree,topDown,lookup,lookupFirst,self,head,cascade,additive,draftConfidence,targetConfidence"
+TREE = "4,2"
 FLAGS = (
     "--target bundled-target --draft bundled-draft --mid bundled-mid "
-    f"--head bundled-head --draftBits 6 --tree 4,2 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32"
+    f"--head bundled-head --draftBits 6 --gamma {GAMMA} --sentences {PROMPTS} --dtype float32"
 )
 
 
@@ -103,6 +105,7 @@ def judged(
 
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
+    named = choose(names, Role) if names else []
     record = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": []}
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN} --compile"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
@@ -125,7 +128,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     TEXTS.mkdir(parents=True, exist_ok=True)
     chosen = inputs.settings.measuring.groups["compare"]
     if names:  # The target is always among them, but is meant only where it is named.
-        chosen = [name for name in choose(names, Role) if name != "target" or name in re.split(r"\s*,\s*", names)]
+        chosen = [name for name in named if name != "target" or name in re.split(r"\s*,\s*", names)]
     for setting, name in [(setting, name) for setting in SETTINGS for name in chosen]:
         key = {"method": name, "setting": setting, "seed": seed}
         before = [cell for cell in record["cells"] if cell.items() >= key.items()]
@@ -140,7 +143,9 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 method.load(sources_of(inputs, models), context, available_memory("cpu"))
                 methods[name] = method
             elif name not in methods:
-                methods[name] = OwnMethod(build([name], cast(Models, models), inputs.settings.decoding)[name])
+                shape = TREE if METHODS[name].grows_trees else None  # self and head guess chains here.
+                decoding = replace(inputs.settings.decoding, tree=shape)
+                methods[name] = OwnMethod(build([name], cast(Models, models), decoding)[name])
             method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
             cell |= judged(method, key, inputs, judges, tokens)

@@ -180,9 +180,14 @@ def run(cli, flags, tmp_path):
 
     def call(words, *more, base=flags, out=tmp_path, code=0):
         out.mkdir(exist_ok=True)
-        flags, to = base, ("--out", out)
-        if {"--show", "--chat", "--html"} & set(words.split()):  # They play one text, and keep nothing.
-            flags, to = prompted(base, "--repeats", "--sentences"), ()
+        given, to = set(words.split()), ("--out", out)
+        if {"--show", "--chat", "--html"} & given:  # They play one text, and keep nothing.
+            unused, to = ("--repeats", "--sentences"), ()
+        elif "--steps" in given and "--compare" not in given:
+            unused = "--repeats", "--sentences", "--maxLen"
+        else:
+            unused = ("--repeats",) if "--lossless" in given and "--compare" not in given else ("none",)
+        flags = prompted(base, *unused)
         assert cli.main([*flags, *words.split(), *map(str, [*more, *to])]) == code
         return lines_of(out)
 

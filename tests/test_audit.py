@@ -196,6 +196,19 @@ def test_a_run_says_yes(audit, tmp_path, written):
     assert "draft" not in lines_of(tmp_path)[0]["models"]
 
 
+def test_the_readers_rounding_counts_too(audit, written):
+    line, _ = audit(written / "target", "--temperature 0.7 --writtenIn float32 --dtype bfloat16")
+    assert line["seen_by"] == [] and line["unit"] == torch.finfo(torch.bfloat16).eps / 2
+
+
+def test_a_few_impossible_tokens_show_nothing_else(audit, tmp_path):
+    """No power, and no setting that was left out."""
+    write_texts(tmp_path / "few", [([7, 5], [3, 4, 5])])
+    line, text = audit(tmp_path / "few", "--temperature 0.7 --top_k 1", code=1)
+    assert line["impossible"] == 3 and line["fits"] == [] and line["power"]["surprise"] is None
+    assert "These tokens show" not in text and "No test rejects" not in text
+
+
 def test_a_run_says_no_and_why(audit, run, pair_folder, written):
     line, text = audit(written / "draft", f"--temperature 0.7 --draft {pair_folder / 'draft'}", code=1)
     assert "impossible" in line["seen_by"] and line["order"] == "q / p" and line["places"]

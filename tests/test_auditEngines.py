@@ -4,6 +4,7 @@ import json
 from unittest.mock import Mock
 
 import pytest
+from conftest import prompted
 
 from benchmark.others import LibraryMethod
 from benchmark.peers import PeerError
@@ -16,7 +17,10 @@ def audit(flags, tmp_path, monkeypatch):
     """`audit_engines` for a method of each kind on the tiny pair: it returns the cells of the record."""
     settings = {"T 1": Sampling(1.0, 0, 1.0), "greedy": GREEDY}
     changed = {"FILE": tmp_path / "engines.json", "TEXTS": tmp_path / "texts", "SETTINGS": settings, "OWN": "fixed"}
-    changed |= {"ENGINES": "generate:plain", "FLAGS": f"{' '.join(flags)} --dtype float32 --gamma 2"}
+    changed |= {
+        "ENGINES": "generate:plain",
+        "FLAGS": f"{' '.join(prompted(flags, '--repeats'))} --dtype float32 --gamma 2",
+    }
     for name, value in (changed | {"TEXT_TOKENS": 20, "PROMPTS": 4}).items():
         monkeypatch.setattr(auditEngines, name, value)
 

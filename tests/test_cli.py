@@ -171,7 +171,7 @@ def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(flags,
     helpers.wait_for(lambda: len(lines_of(tmp_path)) > 4 or process.poll() is not None)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err == "\nInterrupted. What was measured is kept in results.txt.\n"
+    assert process.returncode == 130 and err == "\nInterrupted. What was measured is kept in results.jsonl.\n"
     text = (tmp_path / "results.txt").read_text()
     for shown in out, text:
         assert ", not finished" in shown and "target alone" in shown

@@ -253,6 +253,11 @@ CLASHES = """
 --gamma 0 | --gamma 1001 | --gamma1 0 | --gamma2 1001 | --draftThreshold 1.1 | --plausibility -0.1 | --top_p 1.1
 --top_k -1 | --maxLen 0 | --batch 0 | --seed -1 | --seed 4611686018427387904 | --stride 0 | --window 1
 --verification x | --dtype int8 | --stride 64 --window 64 | --steps --batch 2 | --stride 65 --window 64
+--ppl --window 64 --stride 512 | --show --out x | --html x.html --out y | --chat --out x
+--show --contrastive --top_p 0.5 | --lossless --repeats 2 | --steps --repeats 2 | --steps --maxLen 9
+--steps --sentences 2 | --steps --verification block | --steps --acceptance 0.5
+--audit x --draft d --verification block | --audit x --draft d --tree 2,1 --treeRule topDown
+--audit x --temperature 0 --gamma 3 | --diversity --temperature 0 --repeats 2
 """
 
 
@@ -366,7 +371,7 @@ USEFUL = f"""
 --audit {__file__} --temperature 1 --top_k 5 --seed 3 | --speed --ppl --temperature 0.3 --stride 300 --repeats 2
 --compare cascade --mid bundled-mid --draft bundled-draft --draftDevice cpu | --ppl --draftDevice cpu --out x
 --lossless self --draftVocab 9 --target bundled-target --draft bundled-draft | --show --mid self --speedMulti --draft x
---steps --draftVocab 9 --repeats 2 --maxLen 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9
+--steps --draftVocab 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9
 --acceptance 0.6 | --compare llama.cpp:draft --acceptance 0.6 | --ppl --window 256
 """
 

@@ -145,7 +145,7 @@ def launch(cli, argv, folder, count):
         port = free.getsockname()[1]
     folder.mkdir()
     logs = [folder / f"log{index}" for index in range(count)]
-    argv = [*argv, "--device", "cpu", "--out", str(folder)]
+    argv = [*argv, "--device", "cpu", *([] if "--show" in argv else ["--out", str(folder)])]
     given = [(cli, argv, log, index, count, port) for index, log in enumerate(logs)]
     children = [FORK.Process(target=member, args=args, daemon=True) for args in given]
     for child in children:
@@ -181,7 +181,8 @@ def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, mo
     few_mistakes(monkeypatch)
     found = []
     for count in counts:
-        children, logs = launch(cli, [*flags, *work.split()], tmp_path / str(count), count)
+        base = prompted(flags, "--repeats") if "--lossless" in work else flags
+        children, logs = launch(cli, [*base, *work.split()], tmp_path / str(count), count)
         assert [wait(child) for child in children] == [0] * count, logs[0].read_text()
         assert [log.read_text() for log in logs[1:]] == [""] * (count - 1)
         run, *lines = lines_of(tmp_path / str(count))
@@ -203,7 +204,7 @@ def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, mo
     ],
 )
 def test_what_one_process_measures_is_refused_by_several_in_one_line_of_process_0(cli, flags, tmp_path, asked, words):
-    base = prompted(flags, "--sentences", "--repeats") if asked == "--show" else flags
+    base = prompted(flags, "--sentences", "--repeats", "--maxLen") if asked in ("--show", "--steps") else flags
     children, logs = launch(cli, [*base, *asked.split()], tmp_path / "run", 2)
     assert [wait(child) for child in children] == [2, 2]
     said = logs[0].read_text()

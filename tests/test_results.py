@@ -50,6 +50,7 @@ def speed_line(run="r1", method="target", prompt=0, scale=1.0, **changes):
     conditions = {"kind": "speed", "run": run, "dtype": "float32", "mode": "speed", "promptLen": 64}
     conditions |= {"temperature": 0.85}
     text = {"method": method, "prompt": prompt, "repeat": 0, "prompt_tokens": 64, "tokens_per_round": 2.0}
+    text |= {"tokens": 2001}
     return {**conditions, **text, **times, "throughput": 4.0 / scale, **counts} | changes
 
 

@@ -22,7 +22,7 @@ NAN = float("nan")
 def measurement(method="target", prompt=0, repeat=0, throughput=10.0, **changes):
     figures = {"method": method, "prompt": prompt, "repeat": repeat, "throughput": throughput, "seconds": 1.0}
     figures |= {"ttft": 0.5, "tpot": 0.1, "report_tpot": 0.2, "tokens_per_round": 1.0, "acceptance_by_position": ()}
-    return figures | {"rounds": 1, "drafted": 0, "accepted": 0} | changes
+    return figures | {"rounds": 1, "drafted": 0, "accepted": 0, "tokens": 9} | changes
 
 
 def test_fewer_than_four_values_have_a_range_and_no_interval_one_has_none_and_unknown_ones_are_left_out():
