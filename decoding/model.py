@@ -54,6 +54,11 @@ class Model(ABC):
     dtype: torch.dtype
 
     @property
+    def keepers(self) -> list[Model]:
+        """The models whose KV caches it reads."""
+        return [self.cache_of or self]
+
+    @property
     def reads_features(self) -> bool:
         return self.features_of is not None
 

@@ -196,8 +196,7 @@ class Rows:
         a model's KV cache since the last round.
         """
         goes_on = self.waiting < len(self.prompts) or not all(self.ended)
-        for model in self.models if goes_on else ():
-            keeper = model.cache_of or model
+        for keeper in [keeper for model in self.models for keeper in model.keepers] if goes_on else ():
             if self.began and keeper.holds != id(self):
                 raise UserError(
                     f"{keeper.name} began another text before this one ended, in a callback or in another thread: give "

@@ -30,6 +30,10 @@ class Contrast(Model):
         self.name, self.device, self.dtype = f"{expert.name} against {amateur.name}", expert.device, expert.dtype
         self.context = min(expert.context, amateur.context)
 
+    @property
+    def keepers(self) -> list[Model]:
+        return [*self.expert.keepers, *self.amateur.keepers]
+
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:

@@ -20,6 +20,7 @@ from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
 from lossless.trial import logits_as_written
 from methods.catalogue import build
+from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.samplers import Decoding
 from regrSampling import regrSampling
@@ -47,6 +48,9 @@ def test_a_call_within_another_one_of_the_same_model_ends_the_outer_one(shares, 
     with refused("began another text before this one ended"):
         regrSampling([[1, 2, 3]], target, 12, GREEDY, callback=callback)
     assert regrSampling([[1, 2, 3]], target, 12, GREEDY)[0] == alone
+    calls.clear()
+    with refused("began another text before this one ended"):
+        regrSampling([[1, 2, 3]], Contrast(target, helpers.tiny(seed=1)), 12, GREEDY, callback=callback)
     calls.clear()
     end = 12
     assert regrSampling([[1, 2, 3]], target, 12, GREEDY, callback=callback)[0] == alone
