@@ -242,7 +242,7 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
             prediction = predict(timed, cost)
             scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
             overlap = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
-            most = f"{best}{' or more' * (best == MOST_GUESSES)}" if (best := prediction["best"]) else "0"
+            best = f"{prediction['best']}{' or more' * (prediction['best'] == MOST_GUESSES)}"
             notes = (
                 f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
@@ -250,7 +250,7 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
                 "where c is the time of a draft step over that of a plain step; with --lookupFirst it counts for "
                 "guesses from the text too. the paper's: theorem 3.8, which takes every round to have gamma guesses, "
                 "each accepted with probability alpha, independently of the others, and scoring to cost as much as one "
-                f"token; by it, gamma {most} is best. " + OVERLAPS
+                f"token; by it, gamma {best} is best. " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
 
