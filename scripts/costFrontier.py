@@ -8,13 +8,16 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product, zip_longest
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmark.steps import bytes_of_weights
@@ -22,7 +25,7 @@ from decoding.drafter import Fixed
 from decoding.lengthRules import MENU
 from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
-from engine.quantised import BITS
+from engine.quantised import BITS, GROUP
 from engine.sharedWeights import sharing_copy
 from experiments.intervals import Interval
 from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
@@ -41,6 +44,7 @@ from utils import Sampling
 
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
 COPIES = {f"copy, {bits} bits": f"--draft self --draftBits {bits} {CHAIN}" for bits in (8, 6, 5, 4, 3, 2)}
+OF_KERNELS = [f"copy, {bits}" for bits in BITS]
 BOTH = COPIES | {
     "copy, 4 bits, tree": f"--draft self --draftBits 4 {TREE}",
     "lookup": f"--draft lookup {CHAIN}",
@@ -57,22 +61,42 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
         "cascade: draft, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
         **BOTH,
     },
-    "SmolLM2-135M-Instruct": {
+    (REAL := "SmolLM2-135M-Instruct"): {
         "other tokenizer, 1M": f"--draft bundled-draft {CHAIN}",
         "other tokenizer, 7M": f"--draft bundled-target {CHAIN}",
         "cascade: 1M, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
         **BOTH,
     },
+    (OFF_GRID := "SmolLM2-135M-off-grid"): {way: flags for way, flags in BOTH.items() if way[:7] in OF_KERNELS},
 }
 TEMPERATURES, TOP_P = (0.85, 0.0, 1.0, 0.5), 0.9
 SHOWN = 0.85  # the temperature of the figure and of the table by category
 TOKENS, CONTEXT = 64, 256  # of each text; before the tokens of a forward, whose keys and values it reads
-TEXTS = {"bundled-target": 2, "SmolLM2-135M-Instruct": 1}  # after each prompt; greedy ones are the same
+TEXTS = {"bundled-target": 2, REAL: 1, OFF_GRID: 1}  # after each prompt; greedy ones are the same
 COLOURS = {"copy": "#2f6fb3", "cascade": "#8e44ad", "head": "#1e8449", "lookup": "#b9770e", "other": "#c2185b"}
 LEFT = 0.8  # end of the figure
 RESAMPLES = 200  # of the prompts, for an interval
 ROWS = 12  # texts that are decoded together
 GAMMA, GAMMAS_OF_CASCADE = 8, (4, 4)  # the most guesses of a chain; of the inner and of the outer sampler
+
+
+def write_off_grid(folder: Path) -> None:
+    """Write REAL with noise on its weights: what a model of 16 bits might be that the same file was rounded from.
+
+    The file has 16 levels for each 32 inputs. Rounding moved each weight by at most half the distance of two levels, so
+    the noise is uniform in that range. Weights with more levels (the output layer) stay.
+    """
+    real, generator = folder.with_name(REAL), torch.Generator().manual_seed(0)
+    weights = load_file(real / "model.safetensors")
+    for name, weight in weights.items():
+        if weight.dim() == 2:
+            groups = weight.float().unflatten(1, (-1, GROUP)).sort(-1).values
+            step = (groups[..., -1:] - groups[..., :1]) / 15
+            few = ((groups.diff(dim=-1) > 0).sum(-1) < 16).double().mean() > 0.99
+            noise = step * (torch.rand(groups.shape, generator=generator) - 0.5) * few
+            weights[name] = (weight.float() + noise.flatten(1)).to(weight.dtype)
+    shutil.copytree(real, folder)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
 def load_way(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float]]:
@@ -252,7 +276,9 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
 
 def count_all(target: str) -> None:
     """Measure the rows that the record of `target` lacks, and write it after each."""
-    file = ROOT / "docs" / "records" / f"cost-{target}.json"
+    file, folder = ROOT / "docs" / "records" / f"cost-{target}.json", ROOT / "models" / OFF_GRID
+    if target == OFF_GRID and not folder.exists():
+        write_off_grid(folder)
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
     for temperature in TEMPERATURES:
         for way, flags in OWN[target].items():
