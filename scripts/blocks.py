@@ -366,6 +366,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_PROCESSORS.items()},
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
+    "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
     "post-ratio": partial(row_ratio, "compare", "targetConfidence", "fixed"),
     **{f"greedy-{name}": partial(row_ratio, "greedy-SmolLM2", name, "target") for name in ("lookup", "self")},
     "round": partial(printed, PAIR, "A round"),

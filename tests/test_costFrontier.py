@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy.optimize import linprog
 
 from decoding.drafter import Fixed
@@ -115,3 +116,16 @@ def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them
     row = costFrontier.count_way(inputs, models, sizes, 0.85)
     assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
     assert 1 < at_each_gamma(row["texts"])[1] < 1.9
+
+
+def test_noise_moves_the_weights_that_a_file_rounded_by_half_a_step_at_most(tmp_path):
+    real = tmp_path / costFrontier.REAL
+    real.mkdir()
+    levels = torch.randint(16, (4, 2, 32))
+    levels[..., 0], levels[..., 1] = 0, 15
+    weights = {"few": (torch.rand(4, 2, 1) + levels * 0.1).flatten(1), "many": torch.rand(4, 64), "norm": torch.rand(64)}
+    save_file(weights, real / "model.safetensors")
+    costFrontier.write_off_grid(tmp_path / "noisy")
+    moved = {name: weight - weights[name] for name, weight in load_file(tmp_path / "noisy/model.safetensors").items()}
+    assert 0.045 < moved["few"].abs().max() <= 0.051 and moved["few"].mean().abs() < 0.01
+    assert not moved["many"].any() and not moved["norm"].any()
