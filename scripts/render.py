@@ -24,7 +24,7 @@ from inputs.files import ROOT, replace_file
 from report import figures
 from report.runTables import measured_on
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
-from scripts.costFrontier import draw_cost
+from scripts.costFrontier import OFF_GRID, draw_cost
 from scripts.drawRounds import draw_rounds
 from scripts.keepRecord import MEASURED, Records, command_of
 from utils import UserError
@@ -41,7 +41,7 @@ FIGURES: dict[str, Callable[[Any], Figure]] = {  # of the lines of a run, or of 
     **dict.fromkeys(CATEGORIES, figures.draw_categories),
     **dict.fromkeys(BENCHMARKS, figures.draw_speed),
     **dict.fromkeys(TRAININGS, figures.draw_trainings),
-    **{f"cost-{target}": draw_cost for target in COSTED},
+    **{f"cost-{target}": draw_cost for target in COSTED if target != OFF_GRID},
 }
 PICTURES = {f"figures/{name}.png": name for name in FIGURES} | {"figures/rounds.gif": "rounds"}
 DIGEST = "Record"  # the text field of a PNG file; a GIF file has one comment

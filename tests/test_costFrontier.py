@@ -123,7 +123,8 @@ def test_noise_moves_the_weights_that_a_file_rounded_by_half_a_step_at_most(tmp_
     real.mkdir()
     levels = torch.randint(16, (4, 2, 32))
     levels[..., 0], levels[..., 1] = 0, 15
-    weights = {"few": (torch.rand(4, 2, 1) + levels * 0.1).flatten(1), "many": torch.rand(4, 64), "norm": torch.rand(64)}
+    few = (torch.rand(4, 2, 1) + levels * 0.1).flatten(1)
+    weights = {"few": few, "many": torch.rand(4, 64), "norm": torch.rand(64)}
     save_file(weights, real / "model.safetensors")
     costFrontier.write_off_grid(tmp_path / "noisy")
     moved = {name: weight - weights[name] for name, weight in load_file(tmp_path / "noisy/model.safetensors").items()}
