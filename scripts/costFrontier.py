@@ -95,8 +95,9 @@ def write_off_grid(folder: Path) -> None:
             few = ((groups.diff(dim=-1) > 0).sum(-1) < 16).double().mean() > 0.99
             noise = step * (torch.rand(groups.shape, generator=generator) - 0.5) * few
             weights[name] = (weight.float() + noise.flatten(1)).to(weight.dtype)
-    shutil.copytree(real, folder)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    shutil.copytree(real, incomplete := folder.with_name(f"{folder.name}.incomplete"), dirs_exist_ok=True)
+    save_file(weights, incomplete / "model.safetensors", {"format": "pt"})
+    incomplete.rename(folder)
 
 
 def load_way(target: str, flags: str) -> tuple[Inputs, LoadedModels, dict[str, float]]:
