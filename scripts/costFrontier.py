@@ -45,11 +45,15 @@ from utils import Sampling
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
 COPIES = {f"copy, {bits} bits": f"--draft self --draftBits {bits} {CHAIN}" for bits in (8, 6, 5, 4, 3, 2)}
 OF_KERNELS = [f"copy, {bits}" for bits in BITS]
-BOTH = COPIES | {
-    "copy, 4 bits, tree": f"--draft self --draftBits 4 {TREE}",
-    "lookup": f"--draft lookup {CHAIN}",
-    "cascade: lookup, copy in 4 bits": f"--draft lookup --mid self --draftBits 4 {CASCADE}",
-}
+TREES = {f"copy, {bits} bits, tree": f"--draft self --draftBits {bits} {TREE}" for bits in (6, 5, 4)}
+BOTH = (
+    COPIES
+    | TREES
+    | {
+        "lookup": f"--draft lookup {CHAIN}",
+        "cascade: lookup, copy in 4 bits": f"--draft lookup --mid self --draftBits 4 {CASCADE}",
+    }
+)
 OWN = {  # {target: {way of guessing: flags of test.py}}
     "bundled-target": {
         "draft": f"--draft bundled-draft {CHAIN}",
