@@ -45,15 +45,11 @@ from utils import Sampling
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
 COPIES = {f"copy, {bits} bits": f"--draft self --draftBits {bits} {CHAIN}" for bits in (8, 6, 5, 4, 3, 2)}
 OF_KERNELS = [f"copy, {bits}" for bits in BITS]
-TREES = {f"copy, {bits} bits, tree": f"--draft self --draftBits {bits} {TREE}" for bits in (6, 5, 4)}
-BOTH = (
-    COPIES
-    | TREES
-    | {
-        "lookup": f"--draft lookup {CHAIN}",
-        "cascade: lookup, copy in 4 bits": f"--draft lookup --mid self --draftBits 4 {CASCADE}",
-    }
-)
+COPIES |= {f"copy, {bits} bits, tree": f"--draft self --draftBits {bits} {TREE}" for bits in (6, 5, 4)}
+BOTH = COPIES | {
+    "lookup": f"--draft lookup {CHAIN}",
+    "cascade: lookup, copy in 4 bits": f"--draft lookup --mid self --draftBits 4 {CASCADE}",
+}
 OWN = {  # {target: {way of guessing: flags of test.py}}
     "bundled-target": {
         "draft": f"--draft bundled-draft {CHAIN}",
@@ -71,7 +67,7 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
         "cascade: 1M, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
         **BOTH,
     },
-    (OFF_GRID := "SmolLM2-135M-off-grid"): {way: flags for way, flags in BOTH.items() if way[:7] in OF_KERNELS},
+    (OFF_GRID := "SmolLM2-135M-off-grid"): {way: flags for way, flags in COPIES.items() if way[:7] in OF_KERNELS},
 }
 TEMPERATURES, TOP_P = (0.85, 0.0, 1.0, 0.5), 0.9
 SHOWN = 0.85  # the temperature of the figure and of the table by category
