@@ -37,7 +37,7 @@ from utils import UserError
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
-OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "amx")}  # runs of one command on other processors
+OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "avx512")}  # runs on other processors
 CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
 BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
@@ -341,7 +341,10 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "compare": partial(printed, "compare", "Speed|Beside theory", notes=True),
     **{f"eager-{name_of(row).replace(' ', '-')}": partial(row_ratio, "compare", row, "target") for row in EAGER},
     **{name: partial(printed, name, "Speed:") for name in ("head", "head-tree", "greedy-SmolLM2", "gpu", "gpu-copy")},
-    "top-k-SmolLM2": partial(printed, "top-k-SmolLM2", "Speed:", columns=OF_PLAIN, by="tokens/s"),
+    **{
+        name: partial(printed, name, "Speed:", columns=OF_PLAIN, by="tokens/s")
+        for name in ("top-k-SmolLM2", "tuned-SmolLM2")
+    },
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
@@ -360,10 +363,10 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"{of}scoring": partial(printed, run, "Forwards") for of, run in (RUNS | OF_PROCESSORS).items()},
     **{f"{of}prefill": partial(printed, run, "Time to the first token") for of, run in RUNS.items()},
     **{
-        f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, by="tokens/s")
+        f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=FASTEST, by="tokens/s")
         for of, run in OF_PROCESSORS.items()
     },
-    **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_PROCESSORS.items()},
+    **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in (RUNS | OF_PROCESSORS).items()},
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),

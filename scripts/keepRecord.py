@@ -12,6 +12,7 @@ replaces the one that was kept under its name. The project's results.txt is that
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -51,8 +52,9 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "benchmark-SmolLM2": (f"--compare self,lookup,{UNAIDED} --steps {OWN_COPY} {OF_128}", 5),
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
     "top-k-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} --top_k 40 {OF_128}", 5),
+    "tuned-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} {OF_128}", 5),
     "avx2-SmolLM2": (ON_KIND := f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
-    "amx-SmolLM2": (ON_KIND, 5),
+    "avx512-SmolLM2": (ON_KIND, 5),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3 {OWN_COPY}", 1),
@@ -70,10 +72,13 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
 }
 # Of the processor, by torch, "AMX" or "CUDA": the record is measured on such a machine alone.
-OF_AVX512 = ("benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "batch-copy", "categories-SmolLM2")
+OF_AMX = (
+    "benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "tuned-SmolLM2", "batch-copy", "categories-SmolLM2",
+)  # fmt: skip
 OF_CUDA = ("gpu", "gpu-copy")
-CAPABILITY = {"avx2-SmolLM2": "AVX2", "amx-SmolLM2": "AMX"}
-CAPABILITY |= dict.fromkeys(OF_CUDA, "CUDA") | dict.fromkeys(OF_AVX512, "AVX512")
+CAPABILITY = {"avx2-SmolLM2": "AVX2", "avx512-SmolLM2": "AVX512"}  # AVX512: without AMX
+CAPABILITY |= dict.fromkeys(OF_CUDA, "CUDA") | dict.fromkeys(OF_AMX, "AMX")
+ENVIRONMENT = {"tuned-SmolLM2": {"LLAMA_ARG_FLASH_ATTN": "off"}}  # of records whose flags no other record has
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
@@ -123,7 +128,8 @@ def command_of(record: Mapping[str, Any]) -> str:
     """The command line of a run, or of the program that a record names."""
     if record["command"].startswith("make "):
         return record["command"]
-    return f"python {record.get('program', 'test.py')} {record['command']}".rstrip()
+    set_first = "".join(f"{name}={value} " for name, value in record.get("environment", {}).items())
+    return f"{set_first}python {record.get('program', 'test.py')} {record['command']}".rstrip()
 
 
 def source(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
@@ -204,7 +210,7 @@ def measure(name: str, folder: Path) -> Run:
             raise UserError(f"the command of {name} failed: {shlex.join(command)}")
         print(f"{name}, run {len(runs) + 1} of {processes}: {shlex.join(command)}", flush=True)
         before = len(runs)
-        subprocess.run([sys.executable, *command])
+        subprocess.run([sys.executable, *command], env=os.environ | ENVIRONMENT.get(name, {}))
 
 
 def keep_record(root: Path, name: str, folder: Path) -> None:
@@ -212,7 +218,8 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
     file, records = folder / f"{name}.json", Records(root)
     if name in MEASURED:
         run, lines = measure(name, folder)
-        records.runs[name] = cast(RunLine, without_places(run)), lines
+        environment = {"environment": ENVIRONMENT[name]} if name in ENVIRONMENT else {}
+        records.runs[name] = cast(RunLine, without_places(run) | environment), lines
         for end in of_kind(lines, EndLine):  # The figure of a run that is kept has a name of its own in figures/.
             end["figures"] = [f"figures/{name}.png"] if end.get("figures") else []
         index = {key: head["run"] for key, (head, _) in records.runs.items()}
@@ -246,9 +253,9 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
         args.folder.mkdir(exist_ok=True)
         failed = []
-        here = [torch.backends.cpu.get_cpu_capability(), *["CUDA"] * torch.cuda.is_available()]
-        here += ["AMX"] * torch.cpu._is_amx_tile_supported()
-        stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, here[0]) in here]
+        processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
+        here = [processor, *["CUDA"] * torch.cuda.is_available()]
+        stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, processor) in here]
         for name in args.name or stale:
             try:
                 keep_record(root, name, args.folder)

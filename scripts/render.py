@@ -26,7 +26,7 @@ from report.runTables import measured_on
 from scripts.blocks import BENCHMARKS, BLOCKS, CATEGORIES, COSTED, TRAININGS
 from scripts.costFrontier import OFF_GRID, draw_cost
 from scripts.drawRounds import draw_rounds
-from scripts.keepRecord import MEASURED, Records, command_of
+from scripts.keepRecord import CAPABILITY, MEASURED, Records, command_of
 from utils import UserError
 
 MARK = re.compile(r"<!-- (begin|end) ([a-zA-Z0-9.+-]+) -->")
@@ -117,6 +117,7 @@ def render(root: Path, check: bool) -> int:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
         for name in filter(records.is_stale, [*MEASURED, *records.files]):
             remedy = "make records" if name in MEASURED else command_of(records.files[name])
+            remedy += f", on a machine of the kind {CAPABILITY[name]}" if name in CAPABILITY else ""
             faults.append(f"record {name} is of other code, other flags or too few processes: {remedy}")
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0

@@ -22,8 +22,9 @@ def keep(copy, monkeypatch, tmp_path):
     def keep(*words):
         return keepRecord.main([*words, "--from", str(folder)], copy)
 
-    def measure(command):
+    def measure(command, env):
         keep.commands.append(command)
+        assert env.get("AN") == ("option" if "head" in command else None)
         name, unfinished = f"feed{len(keep.commands)}", len(keep.commands) == keep.stopped
         head = run | {"code": code, "folder": "/elsewhere", "command": shlex.join(command[2:]), "run": name}
         for line in head, *(lines[:-1] if unfinished else lines):
@@ -34,6 +35,7 @@ def keep(copy, monkeypatch, tmp_path):
     keep.commands, keep.stopped = [], None
     monkeypatch.setattr(keepRecord.subprocess, "run", measure)
     monkeypatch.setattr(keepRecord, "MEASURED", {"first": ("--head head", 2), "other": ("--lossless", 1)})
+    monkeypatch.setattr(keepRecord, "ENVIRONMENT", {"first": {"AN": "option"}})
     return keep
 
 
@@ -54,6 +56,7 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     assert not after.is_stale("first") and not after.is_stale("other")
     assert all(after[name] == records[name] for name in records.runs if name != "first")
     kept, lines = after["first"]
+    assert keepRecord.command_of(kept) == "AN=option python test.py --head head"
     assert kept["command"] == "--head head" and "folder" not in kept and kept["run"] == "feed1"
     assert {line["process"] for line in lines if line["kind"] == "speed"} == {0, 1}
     written = [(copy / name).read_text() for name in ("docs/records/results.jsonl", "results.txt")]
@@ -73,8 +76,8 @@ def test_a_record_of_another_kind_of_processor_is_measured_if_it_is_named(keep, 
 def test_a_record_that_cannot_be_kept_is_refused(copy, keep, monkeypatch, tmp_path, capsys):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/rounds.json").write_text("[]")
-    commands = []
-    monkeypatch.setattr(keepRecord.subprocess, "run", commands.append)  # It measures nothing.
+    commands = []  # None of them measures anything.
+    monkeypatch.setattr(keepRecord.subprocess, "run", lambda command, env: commands.append(command))
     before = (copy / "docs/records/results.jsonl").read_text()
     wrong = {
         "first": "the command of first failed",
