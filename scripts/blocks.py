@@ -370,6 +370,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
+    "tuned-int4": partial(row_ratio, "tuned-SmolLM2", "llama.cpp:int4", "self"),
     "post-ratio": partial(row_ratio, "compare", "targetConfidence", "fixed"),
     **{f"greedy-{name}": partial(row_ratio, "greedy-SmolLM2", name, "target") for name in ("lookup", "self")},
     "round": partial(printed, PAIR, "A round"),
