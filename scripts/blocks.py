@@ -318,6 +318,7 @@ def architectures(records: Records) -> str:
 OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms | TPOT ms | speed-up"
 IN_POST = "target alone|fixed|target confidence"
 OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
+OF_COPY = OF_PROCESSORS | {"real-": REAL}
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
@@ -366,7 +367,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
         f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=FASTEST, by="tokens/s")
         for of, run in OF_PROCESSORS.items()
     },
-    **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in (RUNS | OF_PROCESSORS).items()},
+    **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_COPY.items()},
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
