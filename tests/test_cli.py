@@ -418,7 +418,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         read.clear()
         turns.clear()
-        flags_of_chat = f"--chat --temperature 0 --maxLen 40 {words.replace('HEAD', str(head_folder))}"
+        flags_of_chat = f"--chat --temperature 0 --maxLen 24 {words.replace('HEAD', str(head_folder))}"
         run(flags_of_chat, "--target", model_folder, base=prompted(flags))
         out, err = capsys.readouterr()
         assert err.count("exceed the context") == 1
