@@ -53,8 +53,10 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "greedy-SmolLM2": (f"--compare self,lookup,{PLAIN} {OWN_COPY} --temperature 0 {OF_128}", 5),
     "top-k-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} --top_k 40 {OF_128}", 5),
     "tuned-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} {OF_128}", 5),
-    "avx2-SmolLM2": (ON_KIND := f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
-    "avx512-SmolLM2": (ON_KIND, 5),
+    **dict.fromkeys(
+        ("avx2-SmolLM2", "avx512-SmolLM2"),
+        (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {COMPILED} --maxLen 128 --sentences 10", 5),
+    ),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
     "batch-copy": (f"--sweep batch --compile --maxLen 64 --sentences 16 --repeats 3 {OWN_COPY}", 1),
