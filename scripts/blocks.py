@@ -52,7 +52,6 @@ EAGER = (  # methods whose speed-up is quoted of the table of all methods
 FASTEST = r"(?!(llama.cpp|vllm|generate):lookup|llama.cpp:copy).*"  # No way of guessing that is slower than none.
 ROOT_FILES = "test", "specSampling", "regrSampling", "PPL", "utils", "downloadModel", "downloadData"
 DISTANCE = "audit, bundled pair"
-STEPS = "Forwards|Time to|A round"  # tables that an older record has of its first process alone
 WIDTH = 119  # characters of a line of the layout
 OTHERS = {  # folders without code, and their descriptions in the layout
     "docs/ tests/": "the documentation, in docs/records/ the record of each figure in it; the test suite",
@@ -93,8 +92,6 @@ def printed(
             parts.append(str(piece))
     if not parts:
         raise UserError(f"no table of {name} has a title like {titles!r}")
-    if re.match(STEPS, titles) and not any("processes" in line for line in lines):
-        lines = [line for line in lines if not line.get("process")]
     return "\n\n".join([*parts, source(run, lines)])
 
 
@@ -371,6 +368,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "gpu-block": partial(row_ratio, "gpu", "block", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
+    **{f"avx2-over-{few}": partial(row_ratio, "avx2-SmolLM2", "self", f"llama.cpp:{few}") for few in ("int8", "int4")},
     "tuned-int4": partial(row_ratio, "tuned-SmolLM2", "llama.cpp:int4", "self"),
     "post-ratio": partial(row_ratio, "compare", "targetConfidence", "fixed"),
     **{f"greedy-{name}": partial(row_ratio, "greedy-SmolLM2", name, "target") for name in ("lookup", "self")},

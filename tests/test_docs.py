@@ -183,9 +183,6 @@ def test_the_best_rows_stand_in_the_order_of_their_speed_and_have_the_bounds_of_
 def test_a_block_names_tables_that_are_printed():
     with refused("no table of compare has a title", "Unheard"):
         blocks.printed("compare", "Unheard", RECORDS)
-    for record, of_all in ("avx512-SmolLM2", True), ("avx2-SmolLM2", False):  # the steps of all, of the first alone
-        made_by = [blocks.printed(record, title, RECORDS) for title in ("Speed:", "Forwards", "Time to")]
-        assert ["5 processes" in block for block in made_by] == [True, of_all, of_all]
 
 
 def test_no_measured_number_stands_outside_of_blocks():
