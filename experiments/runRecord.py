@@ -50,6 +50,7 @@ FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless",
 SUFFIXES = (".py", ".cpp", ".h")
 UNUSED = {"cpu": "engine/cuda*.py", "cuda": "engine/kernels/*.[ch]*"}  # {kind of device: source that only others use}
 CHECKS = "engine/gate.py", "engine/smallTwin.py"  # They refuse models, and change no text.
+TRIAL = "lossless/trial.py", "lossless/mistakes.py"  # Only --lossless runs them.
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
 Fields = Mapping[str, Any]  # a line of any kind
@@ -124,7 +125,7 @@ def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: M
         "command": shlex.join(argv),
         "flags": dict(flags),
         "device": device,
-        "code": code_version(device),
+        "code": code_version(device, bool(flags.get("lossless"))),
         "load": psutil.getloadavg()[0],
         "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
@@ -152,10 +153,10 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @functools.cache
-def code_version(device: str = "cpu") -> str:
+def code_version(device: str = "cpu", lossless: bool = False) -> str:
     """A digest of the source in Python and C++ that a device uses, without docstrings, the help of flags and comments:
-    two records with the same digest come from the same code."""
-    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS
+    two records with the same digest come from the same code. lossless: with the source of `--lossless` alone."""
+    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS, *(() if lossless else TRIAL)
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
     used = sorted(file for file in sources if not any(map(file.match, unused)))

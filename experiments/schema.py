@@ -241,7 +241,6 @@ class LosslessLine(TrialConditions, EvidenceFigures):
     test: Literal["drawn"]
     method: str
     seconds: float  # that it took to write and score them
-    repeatable: NotRequired[bool]
 
 
 class PowerLine(TrialConditions, EvidenceFigures):
@@ -274,7 +273,6 @@ class GreedyLine(GreedyFigures):
     test: Literal["greedy"]
     method: str
     dtype: str
-    repeatable: NotRequired[bool]
 
 
 TokenPlace = dict[str, int]  # of an audited token: "line" of the file, "position" in the text from 1, "token": its id

@@ -121,8 +121,9 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     if mistakes:
         for order in ("draft", "p"):
             seen = [line for line in record["mistakes"] if line["order"] != order]
-            Trial(inputs, models, "float32", seen.append).find_mistakes(order)
-            record["mistakes"] = seen
+            found: list[Any] = []
+            Trial(inputs, models, "float32", found.append).find_mistakes(order)
+            record["mistakes"] = seen + [line | {"code": code_version(lossless=True)} for line in found]
             keep()
         return None
     TEXTS.mkdir(parents=True, exist_ok=True)
