@@ -86,7 +86,7 @@ class Measuring:
     sweep: str | None = flag(str, None, None, nargs="?", const="gamma", choices=("gamma", "batch"))
     """Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory
     predicts, and draw a figure. Here --temperature takes several values. --sweep batch: with 1 to 32 texts decoded
-    together and gamma from 0 to 8, as a map."""
+    together and gamma of up to 8, as a map."""
     steps: bool = switch()
     """Measure what the steps of decoding cost: forwards of 1 to 32 tokens beside the time to read as many bytes,
     prefill, the growth with the context, and the parts of a round of --gamma guesses. With lookup, which guesses only
@@ -105,9 +105,9 @@ class Measuring:
     exit code is 0 if no test finds a difference and 1 otherwise."""
     audit: Path | None = flag(path, None, "FILE")
     """Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. Each line
-    is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. --draft, if
-    given, only makes the tests more sensitive. The exit code is 0 if no test rejects the texts and 1 otherwise.
-    docs/lossless.md says more."""
+    is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. A --draft
+    with the target's tokenizer makes the tests more sensitive. The exit code is 0 if no test rejects the texts and 1
+    otherwise. docs/lossless.md says more."""
     written_in: str = choice(tuple(DTYPES), "bfloat16", only=("--audit", lambda settings: settings.measuring.audit))
     """The dtype in which the texts of --audit were computed. It decides how much rounding may explain."""
     rerun: str | None = flag(text, None, "RUN")
@@ -128,7 +128,7 @@ class Measuring:
     tokens: int | None = flag(whole(1), only=("--lossless", lambda settings: settings.measuring.lossless))
     """How many tokens of each method --lossless tests at least. Default: 100000."""
     seed: int = flag(whole(0, (1 << 62) - 1), 0)
-    """The seed of every random choice."""
+    """The seed of every random choice but the order in which methods are timed."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     played: str | None = None
 
@@ -256,7 +256,7 @@ class TextChoice:
     """The texts to use: sample, wikitext, pg19, another data set installed by downloadData.py, or the path of a text
     file, of a folder of text files, or of a saved data set."""
     books: int | None = flag(whole(1), only=CORPORA)
-    """The most documents of the data set to use. Default: all."""
+    """The most documents of each corpus of the data set to use. Default: all."""
     sentences: int = flag(whole(1), only=SEVERAL)
     """How many texts to use: prompts where texts are generated, texts of each corpus for --ppl. Default: 10; for
     --lossless 64."""

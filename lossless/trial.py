@@ -5,6 +5,9 @@ scorer.py).
 
 In float32, p is computed from the whole text at once, without the KV cache, so that a mistake in the cache shows. In a
 16-bit dtype that would round otherwise than the sampler did. There the same model reads the text again as it wrote it.
+
+Rules that choose by measured times (`CostAware`) use all their shapes in turn here. Times would choose plain decoding
+where guesses do not pay, and then nothing but plain decoding would be tested.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decoding.lengthRules import CostAware, Search
 from decoding.rows import Rows
+from decoding.tree import Tree
 from engine.cachedModel import CachedModel
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import Append, GreedyFigures, GreedyLine, Line, TrialConditions
@@ -28,11 +34,11 @@ from inputs.progress import followed
 from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.mistakes import MISTAKES
 from lossless.scorer import Texts, TextScorer, greedy_figures, guesses_along
-from methods.catalogue import METHODS, build, repeatable
+from methods.catalogue import METHODS, build
 from methods.samplers import Models, Sampler
 from utils import Sampling, upload
 
-FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many.
+FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many, at most a batch more.
 SHOWN_TOKENS = 6400  # Tokens of each method and of each planted mistake in the figure.
 GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 
@@ -58,6 +64,21 @@ def logits_as_written(
             at = at + block.shape[1]
         results += torch.cat(logits, 1).to(model.dtype).unbind()
     return results
+
+
+class InTurn(Search):
+    """A `Search` that reads no clock: each shape is used for a pair of rounds, first plain decoding, then from the
+    largest down. So flags and seed fix the texts. first: the pair to begin with."""
+
+    def __init__(self, shapes: Sequence[Tree], first: int) -> None:
+        super().__init__(shapes)
+        self.rounds = 2 * first
+
+    def learn(self, tree: Tree, seconds: float) -> None:
+        pass
+
+    def next(self, rate: Callable[[Tree], float]) -> Tree:
+        return self.shapes[-(self.rounds // 2) % len(self.shapes)]
 
 
 class Trial:
@@ -86,6 +107,17 @@ class Trial:
         }
         if self.batch is not None:
             self.conditions["batch"] = self.rows
+
+    def samplers(self, names: Sequence[str], first: int = 0) -> dict[str, Sampler]:
+        """{name: sampler} of these methods. Shapes that a sampler would choose by measured times take turns, from
+        the pair of rounds numbered `first` on."""
+        samplers = build(names, self.models, self.decoding)
+        for sampler in samplers.values():
+            for rule in getattr(sampler, "keywords", {}).values():
+                if isinstance(rule, CostAware):  # Its searches are for numbers of rows that are powers of two.
+                    powers = range(self.rows.bit_length() + 1)
+                    rule.searches = {1 << power: InTurn(rule.shapes, first) for power in powers}
+        return samplers
 
     def choose(self, first: int, count: int) -> list[list[int]]:
         """The prompts of the texts numbered first, ..., first + count - 1."""
@@ -123,48 +155,50 @@ class Trial:
 
     def test_methods(self) -> None:
         """Test texts drawn by each method, at least `tokens` tokens."""
-        samplers, guessing = (build(self.names, self.models, self.decoding) for _ in range(2))
-        scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in samplers}
+        scorers = {name: self.scorer(self.sampling, METHODS[name].guesser) for name in self.names}
 
         def write(batch: tuple[str, int]) -> tuple[Evidence, float]:
             (name, number), start = batch, time.perf_counter()
-            again = guessing[name] if METHODS[name].guesses else None
-            evidence = self.write(samplers[name], again, scorers[name], number * self.texts, self.texts)
+            # A sampler may learn from its texts. So each batch has another: what it learns is the same in any process.
+            sampler, guessing = (self.samplers([name], number)[name] for _ in range(2))
+            again = guessing if METHODS[name].guesses else None
+            evidence = self.write(sampler, again, scorers[name], number * self.texts, self.texts)
             return evidence, time.perf_counter() - start
 
-        batches = [(name, number) for name in samplers for number in range(self.batches)]
+        batches = [(name, number) for name in self.names for number in range(self.batches)]
         done = followed(self.mapped(write, batches), "lossless", len(batches))
-        for name in samplers:
+        for name in self.names:
             parts, seconds = zip(*itertools.islice(done, self.batches))
             evidence: Evidence = sum(parts[1:], parts[0])
-            rest = {"seconds": math.fsum(seconds), "repeatable": repeatable(name, self.decoding)}
-            head = {"kind": "lossless", "test": "drawn", "method": name, **self.conditions, **rest}
+            head = {"kind": "lossless", "test": "drawn", "method": name, **self.conditions}
+            head["seconds"] = math.fsum(seconds)
             self.append(cast(Line, head | evidence.figures() | self.shown_counts(evidence)))
 
     def find_mistakes(self, order: str = "draft") -> None:
         """Test the methods with a planted mistake: each mistake in the first method that it fits, or in all. order: see
         `scorer`."""
-        samplers, planted = build(self.names, self.models, self.decoding), list[tuple[str, str]]()
+        samplers, planted = self.samplers(self.names), list[tuple[str, str]]()
         for name, mistake in MISTAKES.items():
             fitting = [method for method, sampler in samplers.items() if mistake.fits(sampler)]
             if self.rows < self.texts or not mistake.queue:
                 planted += [(method, name) for method in fitting[: None if mistake.everywhere else 1]]
 
         def find(pair: tuple[str, str]) -> dict[str, Any]:
-            """The figures of (method, mistake), tested on twice as many texts each time until a test fails."""
+            """The figures of (method, mistake), tested on twice as many texts each time, at most a batch more,
+            until a test fails."""
             (method, name), most = pair, self.batches * self.texts
             mistake = MISTAKES[name]
             tested = mistake.tested(self.sampling)
-            samplers = [build([method], self.models, self.decoding)[method] for _ in range(2)]
+            samplers = [self.samplers([method])[method] for _ in range(2)]
             flawed, guessing = (mistake.planted(sampler, tested) for sampler in samplers)
             parts = flawed, guessing, self.scorer(tested, order)
             evidence = self.write(*parts, 0, min(2 * self.rows if mistake.queue else FIRST, most))
             while not (tests := seen_by(evidence.figures(), self.limit)) and len(evidence.u) < most:
                 written = len(evidence.u)
                 evidence += self.write(*parts, written, min(written, self.texts, most - written))
-            figures, missing = evidence.figures(), self.in_figure - len(evidence.u)
-            if missing > 0:
-                evidence += self.write(*parts, len(evidence.u), missing)
+            figures = evidence.figures()
+            while (missing := self.in_figure - len(evidence.u)) > 0:
+                evidence += self.write(*parts, len(evidence.u), min(missing, self.texts))
             names = {"mistake": name, "method": method, "what": mistake.what, "seen_in": mistake.seen_in}
             ordered = {"order": order if parts[2].order is not None else "p"}
             return {**figures, **self.shown_counts(evidence), **names, **ordered, "seen_by": tests}
@@ -178,7 +212,7 @@ class Trial:
         # The greedy text of a prompt is one text, however often it is written.
         prompts = [list(prompt) for prompt in dict.fromkeys(map(tuple, self.choose(0, self.texts)))]
         names, count = ["target", *(name for name in self.names if name != "target")], min(self.max_len, GREEDY_TOKENS)
-        samplers, scorer = build(names, self.models, self.decoding), TextScorer(self.models["target"], None, sampling)
+        samplers, scorer = self.samplers(names), TextScorer(self.models["target"], None, sampling)
         plain: list[list[int]] = []  # without a queue
         for first in range(0, len(prompts), self.rows):
             plain += samplers["target"](prompts[first : first + self.rows], max_len=count, sampling=sampling)[0]
@@ -190,8 +224,6 @@ class Trial:
         done = followed(self.mapped(compare, names), "greedy", len(names))
         for figures, name in zip(done, names):
             line: GreedyLine = {"kind": "lossless", "test": "greedy", "method": name, "dtype": self.dtype, **figures}
-            if name != "target":
-                line["repeatable"] = repeatable(name, self.decoding)
             self.append(line)
 
 

@@ -62,7 +62,8 @@ POWER_COLUMNS: Columns[PowerLine] = {
     "seen by": lambda line: ", ".join(TESTS[test] for test in line["seen_by"]) or "none",
 }
 POWER_NOTES = (
-    "Each row is a method with one mistake. It writes texts, twice as many each time, until a test rejects it."
+    "Each row is a method with one mistake. It writes texts, twice as many each time (at most 64 more), until a test "
+    "rejects it."
 )
 
 

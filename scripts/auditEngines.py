@@ -192,6 +192,12 @@ def power(records: Records) -> str:
     return f"{'–'.join(dict.fromkeys(f'{end:.1f}' for end in (least[0], least[-1])))} %"
 
 
+def chance(records: Records) -> str:
+    """The chance, at most, that any cell of drawn text is rejected if all are exact: the sum of its tests' limits."""
+    cells = [cell for cell in records["engines"][0]["cells"] if "power" in cell]
+    return f"{100 * sum(cell['limit'] * len(cell['p']) for cell in cells):.2g} %"
+
+
 def lookup_hits(records: Records) -> str:
     """The share of tokens that lookup guessed right, of the cells of its methods that pass."""
     cells = [cell for cell in passing(records) if "lookup" in cell["method"]]

@@ -27,7 +27,7 @@ from report.results import Results, pieces_of_run
 from report.runTables import swept_texts
 from report.sources import BEST_SPEED_UP, SPEED_UP, text_table
 from report.tables import Cell, Measured, Table, markdown, name_of, notation, span
-from scripts.auditEngines import FIRST, bound, engines_table, excluded, lookup_hits, mistakes_table, power
+from scripts.auditEngines import FIRST, bound, chance, engines_table, excluded, lookup_hits, mistakes_table, power
 from scripts.costFrontier import OWN as COSTED
 from scripts.costFrontier import cost_tables
 from scripts.courseReport import CACHED, NO_CACHE, beside_report, speeds_beside
@@ -322,6 +322,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "engines": engines_table,
     "engines-mistakes": mistakes_table,
     "audit-power": power,
+    "audit-chance": chance,
     "audit-lookup": lookup_hits,
     "audit-universal": partial(quoted, "engines", r"generate:universal \|[^|]*\| \*\*(.*?)\*\*"),
     "audit-vllm": partial(excluded, "vllm:lookup"),

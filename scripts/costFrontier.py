@@ -10,7 +10,7 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, model_record, origin
 from experiments.settings import parse
-from experiments.theory import by_position, chances, expected_chain, overlap, rounds_along
+from experiments.theory import RoundChances, by_position, chances, expected_chain, overlap, rounds_along
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
@@ -140,6 +140,16 @@ def two_drafts(p: Tensor, q: Tensor) -> float:
     return min(1.0, float((p.cumsum(0) + 1 - both).min()))
 
 
+def uncut(rounds: Sequence[RoundChances], tokens: int) -> Iterator[RoundChances]:
+    """The rounds of a text of at most `tokens` tokens, without what its end cut off: where the text had no room for a
+    guess, none was rejected."""
+    left = tokens - 1  # The first token has no round, and the last one needs no guess.
+    for number, (path, drafted, accepted) in enumerate(rounds, 1):
+        cut = drafted == left - 1 or number == len(rounds)
+        yield path, drafted, min(accepted, drafted - 1) if cut else accepted
+        left -= accepted + 1
+
+
 def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
     """A row: what each text says of acceptance, and the bytes that a guess reads, in units of a target's forward.
 
@@ -164,7 +174,9 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     def watched(*prompts: Any, observer: Any, **options: Any) -> Any:
         def watch(rows: Any, guesses: Any, p: Tensor, last: Tensor) -> None:
             observer(rows, guesses, p, last)
-            for row in [row for row, ended in enumerate(rows.ended) if guesses.tree and not ended]:
+            for row in range(len(rows.ended)) if guesses.tree else ():
+                if rows.ended[row] or not guesses.q[row, 0].any():  # A row without room for a guess has none.
+                    continue
                 one, two = chances(p[row, 0], guesses.q[row, :2], guesses.drafts[row, :2])
                 for i, value in enumerate((1.0, one, one + two, two_drafts(p[row, 0], guesses.q[row, 0]))):
                     siblings[i] += value
@@ -179,7 +191,7 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
         seeds = [torch.Generator().manual_seed(first + number) for number in range(len(prompts))]
         of_texts = rounds_along(watched, prompts, end_of_text=inputs.ends, generator=seeds, **options)
         for question, rounds in zip(questions, of_texts):
-            reach = [[row[0], round(sum(row[2::2]), 3)] for row in by_position(rounds)]
+            reach = [[row[0], round(sum(row[2::2]), 3)] for row in by_position(uncut(rounds, TOKENS))]
             about = {"line": question.line, "category": question.category}
             texts.append(about | {"reach": reach, "rounds": len(rounds)})
     a_guess = sizes.get("draft", 0.0)

@@ -14,7 +14,7 @@ from decoding.model import Model
 from experiments.theory import by_position, expected_chain, overlap, rounds_along
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
-from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts
+from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts, uncut
 from specSampling import specSampling
 from utils import Sampling
 
@@ -72,6 +72,24 @@ def test_tokens_a_round_are_the_closed_form_and_those_of_the_sampler_and_mistake
         reach = reach @ P
     for mistaken in expected_chain([accepted / reached] * GAMMA), of_text:
         assert abs(mistaken / exact[-1] - 1) > 0.04
+
+
+@pytest.mark.parametrize("gamma", (4, 8))
+def test_what_the_end_of_a_text_cuts_off_counts_as_no_rejection(gamma):
+    """Here every guess is accepted with the probability 0.7, whatever came before."""
+    target, draft = (Chain(np.array([row] * 2)) for row in ([0.8, 0.2], [0.5, 0.5]))
+    sampler = partial(specSampling, target=target, drafter=ModelDrafter(draft), gamma=Fixed(gamma))
+    seeds = [torch.Generator().manual_seed(number) for number in range(20)]
+    options = {"max_len": 12, "sampling": Sampling(1.0, 0, 1.0), "generator": seeds}
+    for ends in (), (0,), (1,):  # of texts
+        of_texts = rounds_along(sampler, [[0]] * 20, end_of_text=ends, **options)
+        whole, cut = (
+            [{"reach": [[row[0], row[2]] for row in by_position(of(rounds))]} for rounds in of_texts]
+            for of in (lambda rounds: uncut(rounds, 12), list)
+        )
+        found = at_each_gamma(whole)
+        assert found == pytest.approx([expected_chain([0.7] * n) for n in range(len(found))], abs=1e-5)
+        assert at_each_gamma(cut)[-1] < found[-1] - 0.05
 
 
 @pytest.mark.parametrize("seed", range(4))

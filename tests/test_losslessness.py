@@ -1,6 +1,7 @@
 """The test of losslessness: its figures by hand, exact samplers pass, planted mistakes fail; the command line."""
 
 import math
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from scipy.stats import binom, chisquare, kstwo, norm
 from test_otherTokenizer import other_ids
 from test_specSampling import PROMPTS, error, near
 
+from decoding.lengthRules import MENU, Acceptance, CostAware
 from decoding.tree import Tree
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
@@ -276,6 +278,17 @@ def test_a_quick_run_plants_no_mistakes(outcome):
     said = ", ".join(f"{name} {of['hits']} ({of['expected']:.1f})" for name, of in zip(names, hits))
     assert f"(in brackets: expected): {said}." in text and "no mistake was planted" in text
     assert choose("quick", set(), "lossless") == ["speculative"]
+
+
+def test_shapes_that_measured_times_would_choose_take_turns(run, tmp_path, monkeypatch):
+    """Times would choose plain decoding where guesses do not pay, and no seed would repeat the texts."""
+    used, add = Counter(), Acceptance.add
+    monkeypatch.setattr(Acceptance, "add", lambda self, tree, *rest: used.update([tree]) or add(self, tree, *rest))
+    words, lines = "--lossless costAware,tree,quick --tokens 192 --maxLen 96", []
+    for out in (tmp_path / "once", tmp_path / "again"):
+        lines.append([line["counts"] for line in run(words, out=out) if line.get("test") == "drawn"])
+    assert lines[0] == lines[1] and set(used) == {*MENU, *map(Tree.chain, CostAware.LENGTHS)}
+    assert 3 * min(used.values()) > max(used.values())
 
 
 def test_texts_of_one_token_are_compared_in_another_dtype(outcome):

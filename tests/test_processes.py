@@ -173,7 +173,7 @@ def figures_of(folder):
     "work, counts",
     [
         ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 3)),
-        ("--lossless block --tokens 200 --maxLen 3 --sentences 4", (1, 2)),  # two batches
+        ("--lossless block,costAware --tokens 600 --maxLen 8 --sentences 4", (1, 2)),  # two batches
         ("--draft self --draftBits 4 --compare self,block --ppl --sentences 3 --repeats 1", (1, 2)),
     ],
 )
