@@ -160,15 +160,18 @@ def code_version(device: str = "cpu", lossless: bool = False) -> str:
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
     used = sorted(file for file in sources if not any(map(file.match, unused)))
-    content = [(file.relative_to(files.ROOT).as_posix(), without_comments(file)) for file in used]
+    content = [
+        (file.relative_to(files.ROOT).as_posix(), without_comments(file.read_text(encoding="utf-8"), file.suffix))
+        for file in used
+    ]
     return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def without_comments(file: Path) -> str:
-    """The source in a file without docstrings, other texts that stand alone, comments and empty lines. It is the same
+@functools.cache
+def without_comments(text: str, suffix: str) -> str:
+    """The source of a file without docstrings, other texts that stand alone, comments and empty lines. It is the same
     under every version of Python."""
-    text = file.read_text(encoding="utf-8")
-    if file.suffix != ".py":
+    if suffix != ".py":
         return " ".join(re.sub(r"//[^\n]*", "", text).split())
     lines = text.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

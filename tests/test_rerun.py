@@ -204,9 +204,9 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
         assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
         assert with_file(name, lambda text: f"{text}{code}\n") != here
-    text = tmp_path / "a.py"  # Versions of Python read an f-string differently.
-    text.write_text('"""A page.\n\n    x\n"""\n\nx = f"{1 + 1} # {{}}"  # a comment\n')
-    assert runRecord.without_comments(text) == 'x = f"{1 + 1} # {{}}"'
+    # Versions of Python read an f-string differently.
+    text = '"""A page.\n\n    x\n"""\n\nx = f"{1 + 1} # {{}}"  # a comment\n'
+    assert runRecord.without_comments(text, ".py") == 'x = f"{1 + 1} # {{}}"'
 
 
 def test_a_busy_machine_is_said(monkeypatch):
