@@ -103,6 +103,13 @@ def judged(
     return auditor.drawn(prompts, texts[: len(prompts)], sampling)
 
 
+def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, Any]]:
+    """What each planted mistake needs to be seen, with the vocabulary in this order (`Trial.find_mistakes`)."""
+    found: list[Any] = []
+    Trial(inputs, models, "float32", found.append).find_mistakes(order)
+    return [line | {"code": code_version(lossless=True)} for line in found]
+
+
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
     named = choose(names, Role) if names else []
@@ -121,9 +128,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     if mistakes:
         for order in ("draft", "p"):
             seen = [line for line in record["mistakes"] if line["order"] != order]
-            found: list[Any] = []
-            Trial(inputs, models, "float32", found.append).find_mistakes(order)
-            record["mistakes"] = seen + [line | {"code": code_version(lossless=True)} for line in found]
+            record["mistakes"] = seen + planted(inputs, models, order)
             keep()
         return None
     TEXTS.mkdir(parents=True, exist_ok=True)
