@@ -25,7 +25,7 @@ import torch
 
 from experiments.intervals import too_fast
 from experiments.runRecord import code_version
-from experiments.schema import EndLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
+from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
@@ -184,8 +184,8 @@ def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list
 
 def of_processes(runs: Sequence[Run]) -> Run:
     """One record of several runs of one command: all their timed texts with the number of the process, of each step
-    (`--steps`) the median of each process, and what else the first one measured. Raises UserError if they are of
-    several machines or weights, or a figure cannot be right."""
+    (`--steps`) the median of each process, what else the first one measured, and which programs failed in any. Raises
+    UserError if they are of several machines or weights, or a figure cannot be right."""
     run, lines = runs[0]
     if differ := differing(head for head, _ in runs):
         names = ", ".join(head["run"] for head, _ in runs)
@@ -197,6 +197,9 @@ def of_processes(runs: Sequence[Run]) -> Run:
     for wrong in too_fast(of_kind(timed, SpeedLine)):
         raise UserError(f"{wrong}; was the machine busy? Measure again in another folder (--from)")
     rest: list[Any] = [line for line in lines if line["kind"] not in TIMED]
+    # A program that failed in any process has texts of fewer prompts in the record: its line says so.
+    failed = {line["method"]: line for _, body in runs for line in of_kind(body, EngineLine) if line["failed"]}
+    rest = [failed.get(line["method"], line) if line.get("test") == "engine" else line for line in rest]
     if len(runs) > 1:
         steps = [of_kind(body, StepLine) for _, body in runs]
         for line, of_each in zip(of_kind(rest, StepLine), zip(*steps, strict=True), strict=True):

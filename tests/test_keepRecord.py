@@ -111,11 +111,18 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
         ]
         same = {"command": "c", "code": "d", "machine": {}, "models": {}}
         step = {"kind": "costs", "of": "step", "seconds": [factor, 9.0, factor]}
-        return {"run": name} | same | more, [*texts, step, {"kind": "end"}]
+        engine = {
+            "kind": "lossless",
+            "test": "engine",
+            "method": "fixed",
+            "failed": "a reason" if factor == 2.2 else None,
+        }
+        return {"run": name} | same | more, [*texts, engine, step, {"kind": "end"}]
 
     head, lines = keepRecord.of_processes([run("one", 2.0), run("two", 2.2)])
     assert head["run"] == "one" and [line["kind"] for line in lines].count("end") == 1
-    assert [line.get("process") for line in lines] == [0] * 16 + [1] * 16 + [None, None]
+    assert [line.get("process") for line in lines] == [0] * 16 + [1] * 16 + [None] * 3
+    assert lines[-3]["failed"] == "a reason"  # in one of the processes
     assert lines[-2]["seconds"] == [2.0, 2.2] and lines[-2]["processes"] == 2
     assert keepRecord.of_processes([run("one", 2.0)])[1][-2]["seconds"] == [2.0, 9.0, 2.0]
     (row,) = [row for row in summarize(lines[:32]) if row["method"] == "fixed"]
