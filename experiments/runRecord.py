@@ -120,12 +120,13 @@ def devices(
 
 def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: Mapping[str, Any]) -> dict[str, Any]:
     """Where measurements come from: time, command line, flags, device, code, machine and models {role: record}."""
-    return {
+    trial = {"trial": code_version(device, trial=True)} if flags.get("lossless") else {}
+    return trial | {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(argv),
         "flags": dict(flags),
         "device": device,
-        "code": code_version(device, bool(flags.get("lossless"))),
+        "code": code_version(device),
         "load": psutil.getloadavg()[0],
         "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
@@ -153,12 +154,13 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @functools.cache
-def code_version(device: str = "cpu", lossless: bool = False) -> str:
+def code_version(device: str = "cpu", trial: bool = False) -> str:
     """A digest of the source in Python and C++ that a device uses, without docstrings, the help of flags and comments:
-    two records with the same digest come from the same code. lossless: with the source of `--lossless` alone."""
-    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS, *(() if lossless else TRIAL)
+    two records with the same digest come from the same code. trial: of the source that `--lossless` alone runs."""
+    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
+    sources = [file for file in sources if any(map(file.match, TRIAL)) == trial]
     used = sorted(file for file in sources if not any(map(file.match, unused)))
     content = [
         (file.relative_to(files.ROOT).as_posix(), without_comments(file.read_text(encoding="utf-8"), file.suffix))

@@ -107,7 +107,7 @@ def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, 
     """What each planted mistake needs to be seen, with the vocabulary in this order (`Trial.find_mistakes`)."""
     found: list[Any] = []
     Trial(inputs, models, "float32", found.append).find_mistakes(order)
-    return [line | {"code": code_version(lossless=True)} for line in found]
+    return [line | {"code": code_version(), "trial": code_version(trial=True)} for line in found]
 
 
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:

@@ -116,20 +116,23 @@ class Records:
         if name in self.files:
             record = self.files[name]
             codes = {part.get("code") for part in record.get("cells") or record.get("rows") or [record]}
-            planted = {part.get("code") for part in record.get("mistakes", [])}
+            planted = {(part.get("code"), part.get("trial")) for part in record.get("mistakes", [])}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             now = {code_version("cuda" if name == "kernels" else "cpu")}
-            return "variants" not in record and (codes != now or not planted <= {code_version(lossless=True)})
+            return "variants" not in record and (
+                codes != now or not planted <= {(code_version(), code_version(trial=True))}
+            )
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
         (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
-        return (run.get("code"), run["command"]) != (code_now(run), flags) or 0 < measured < processes
+        return not is_of_now(run) or run["command"] != flags or 0 < measured < processes
 
 
-def code_now(run: Mapping[str, Any]) -> str:
-    """The digest that the record of `run` would have if it were measured now."""
-    return code_version(run["device"], bool(run["flags"].get("lossless")))
+def is_of_now(run: Mapping[str, Any]) -> bool:
+    """Whether the code of today measured a run."""
+    trial = code_version(run["device"], trial=True) if run["flags"].get("lossless") else None
+    return (run.get("code"), run.get("trial")) == (code_version(run["device"]), trial)
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -214,7 +217,7 @@ def measure(name: str, folder: Path) -> Run:
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
     while True:
         finished = [run for command, run in finished_runs(folder) if command == flags]
-        runs = [run for run in finished if run[0].get("code") == code_now(run[0])]
+        runs = [run for run in finished if is_of_now(run[0])]
         if len(runs) >= processes:
             return of_processes(runs[-processes:])
         if len(runs) == before:

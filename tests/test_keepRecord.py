@@ -48,7 +48,7 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     for other, stale in (now, False), ({"code": "sha256:0"}, True):
         records.files |= {"rounds": other, "engines": {"cells": [now, other]}}
         assert records.is_stale("rounds") == records.is_stale("engines") == stale
-    records.files["engines"] = {"cells": [now], "mistakes": [{"code": keepRecord.code_version(lossless=True)}, now]}
+    records.files["engines"] = {"cells": [now], "mistakes": [now | {"trial": keepRecord.code_version(trial=True)}, now]}
     assert records.is_stale("engines")  # A planted mistake is of the code that --lossless runs.
     assert render.main(["--check"], copy) == 1
     assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out

@@ -182,9 +182,9 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    here, tested = runRecord.code_version(), runRecord.code_version(lossless=True)
+    here, tested = runRecord.code_version(), runRecord.code_version(trial=True)
     assert here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
-    assert here != tested == runRecord.origin([], {"lossless": "all"}, "cpu", {})["code"]
+    assert here != tested == runRecord.origin([], {"lossless": "all"}, "cpu", {})["trial"]
     monkeypatch.setattr(files, "ROOT", tmp_path)
 
     def with_file(name, change=str, **of):
@@ -199,7 +199,7 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
     assert with_file("utils.py") == with_file("utils.py", lambda text: text.replace('"""', '"""Another. ', 1)) == here
     for unread in ("engine/gate.py", "engine/smallTwin.py", "lossless/trial.py", "lossless/mistakes.py"):
         assert with_file(unread, lambda text: f"{text}x = 1\n") == here
-        assert (with_file(unread, lambda text: f"{text}x = 1\n", lossless=True) == tested) == ("engine" in unread)
+        assert (with_file(unread, lambda text: f"{text}x = 1\n", trial=True) == tested) == ("engine" in unread)
     assert with_file("experiments/flags.py", lambda text: text.replace('"""Models."""', '"""Which."""')) == here
     for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
         assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
