@@ -25,7 +25,7 @@ from lossless import scorer as scoring
 from lossless.evidence import BINS, TILTS, Evidence, hits_p_value, limit_of, seen_by, surprise_p_value
 from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
 from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
-from lossless.trial import logits_as_written
+from lossless.trial import Trial, logits_as_written
 from methods import samplers
 from methods.catalogue import METHODS, build, choose
 from methods.drafters import ModelDrafter
@@ -289,6 +289,17 @@ def test_shapes_that_measured_times_would_choose_take_turns(run, tmp_path, monke
         lines.append([line["counts"] for line in run(words, out=out) if line.get("test") == "drawn"])
     assert lines[0] == lines[1] and set(used) == {*MENU, *map(Tree.chain, CostAware.LENGTHS)}
     assert 3 * min(used.values()) > max(used.values())
+
+
+def test_no_more_texts_are_written_at_a_time_than_a_batch(outcome, monkeypatch):
+    """Those for the figure of a mistake that was soon seen, too."""
+    few_mistakes(monkeypatch, "always accept")
+    monkeypatch.setattr("lossless.trial.SHOWN_TOKENS", 400)
+    counts, write = [], Trial.write
+    monkeypatch.setattr(Trial, "write", lambda self, *parts: counts.append(parts[-1]) or write(self, *parts))
+    lines, _ = outcome("--tokens 300 --maxLen 4 --top_p 0.5")
+    (planted,) = [line for line in lines if line.get("test") == "mistake"]
+    assert planted["seen_by"] and planted["tokens"] < 100 and planted["tokens_shown"] == 400 and max(counts) == 64
 
 
 def test_texts_of_one_token_are_compared_in_another_dtype(outcome):
