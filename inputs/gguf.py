@@ -37,7 +37,7 @@ ARCHITECTURES = {
 # transformers has defaults for these, which would be wrong.
 REQUIRED = (
     "context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count",
-    "attention.layer_norm_rms_epsilon",
+    "attention.head_count_kv", "attention.layer_norm_rms_epsilon",
 )  # fmt: skip
 GRANITE = {
     "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
@@ -65,6 +65,8 @@ else:  # transformers computes these three, but does not know their files. Two h
 # Tokenizers that cut a text into words as GPT-2's does, and those that do, but take each digit for a word.
 GPT2_SPLITS = {"gpt-2", "mpt", "olmo", "jais", "trillion"}
 DIGIT_SPLITS = {"smollm", "refact", "starcoder"}
+# llama.cpp takes each word that is a token for that token, and begins texts with one, unless the file says otherwise.
+WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "tekken"}
 END_OF_TURN, END_OF_TEXT = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>"), "<|endoftext|>"
 PACKAGE = r"[A-Za-z0-9][\w.-]*(==[\w.+!-]+)?"
 NAME = "model.gguf"
@@ -278,9 +280,12 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
-    elif splits not in ({"qwen2"} if is_qwen else GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys()):
+    elif splits not in ({"qwen2", "deepseek-r1-qwen"} if is_qwen else GPT2_SPLITS | GGUF_PRE_TOKENIZER_SPLITS.keys()):
         print(f"the pre-tokenizer {visible(str(splits), '')} is unknown for such a model and the default is used: "
               "texts may be tokenized differently from llama.cpp")  # fmt: skip
+    if splits in WHOLE_WORDS:
+        tokenizer.backend_tokenizer.model.ignore_merges = True
+        tokenizer.add_bos_token = about.get("tokenizer.ggml.add_bos_token", True)
     return tokenizer
 
 

@@ -329,6 +329,20 @@ def test_rules_of_words_of_another_architecture_are_said(tmp_path, capsys, monke
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("said, first", [(None, [1]), (True, [1]), (False, [])])
+def test_words_that_are_tokens_and_the_token_before_a_text_are_as_llama_cpp_has_them(
+    written, models_folder, tmp_path, said, first
+):
+    """Its rule for these pre-tokenizers: files of Llama 3 may leave both out. A single merge makes no longer word."""
+    pair = next(token for token in byte_level(VOCABULARY - 2, end=SPECIAL[0]).get_vocab() if len(token) == 2)
+    metadata = {"pre": "llama-bpe", "add_bos_token": said, "merges": [" ".join(pair)]}
+    file = written(tmp_path / "tiny.gguf", {f"tokenizer.ggml.{key}": value for key, value in metadata.items()})
+    assert download("tiny", "--gguf", str(file)) == 0
+    tokenizer = load_tokenizer(models_folder / "tiny")
+    word = next(token for token in tokenizer.get_vocab() if len(token) > 2 and token.isascii() and token.isalpha())
+    assert tokenizer.encode(word) == [*first, tokenizer.convert_tokens_to_ids(word)]
+
+
 def test_a_chat_models_text_ends_at_the_end_of_a_text_too():
     tokenizer = byte_level(VOCABULARY, end="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
@@ -345,6 +359,7 @@ GEMMA_27B = {f"llama.{key}": 128 for key in SIZES_27B}
 REFUSED = {
     "another architecture": ({"architecture": "gpt2"}, ("'gpt2'", "llama", "qwen2")),
     "no number of heads": ({"metadata": {"llama.attention.head_count": None}}, ("llama.attention.head_count",)),
+    "no number of key heads": ({"metadata": {"llama.attention.head_count_kv": None}}, ("attention.head_count_kv",)),
     "scaled embeddings": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ("rope.scaling.type (yarn)",)),
     "a scale by an old name": ({"metadata": {"llama.rope.scale_linear": 4.0}}, ("rope.scale_linear (4.0)",)),
     "one table of two": ({"scales": {"rope_factors_long": [1.0]}}, ("cannot be read", "rope_factors_short")),
