@@ -97,11 +97,13 @@ def step_costs(
 
     def scored(model: CachedModel, width: int) -> Callable[[], None]:
         """A forward, its distributions, and a host sync, as each round has one."""
-        seen = torch.zeros(rows, sizes[model], dtype=torch.bool, device=model.device)
         tokens, at = block(model, start, start + width)
+        penalised = sampling.repetition_penalty != 1  # Without a penalty decoding does not count what a text holds.
+        seen = torch.zeros(rows, sizes[model], dtype=torch.bool, device=model.device) if penalised else None
 
         def step() -> None:
-            model.probabilities(model.forward(tokens, at), sampling, seen_after(seen.clone(), tokens))[0, -1, 0].item()
+            held = None if seen is None else seen_after(seen.clone(), tokens)
+            model.probabilities(model.forward(tokens, at), sampling, held)[0, -1, 0].item()
 
         return step
 
