@@ -47,9 +47,9 @@ GREEDY_TOKENS = 50  # Tokens of a greedy text at most.
 def logits_as_written(
     model: CachedModel, width: int, prompts: Texts, texts: Texts, batch: int | None = None
 ) -> list[Tensor]:
-    """The logits `[n, V]` of each of `texts`, in the model's dtype, computed as a sampler computes them: the prompts by
-    prefill, then the texts in blocks of `width` tokens through the KV cache, with the graphs that a compiled model has
-    for them.
+    """The logits `[n, V]` of each of `texts`, computed as a sampler computes them: the prompts by prefill, then the
+    texts in blocks of `width` tokens through the KV cache, with the graphs that a compiled model has for them. They are
+    not rounded: the C++ decoder draws from logits in float32, whatever the dtype of its weights.
 
     The texts are of one length. They are read `batch` at a time, as they were written: graphs are for a number of rows.
     """
@@ -62,7 +62,7 @@ def logits_as_written(
         for block in read.split(width, 1) if read.shape[1] else ():
             logits.append(model.forward(block, at + torch.arange(block.shape[1], device=model.device)))
             at = at + block.shape[1]
-        results += torch.cat(logits, 1).to(model.dtype).unbind()
+        results += torch.cat(logits, 1).unbind()
     return results
 
 

@@ -77,8 +77,8 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
             failures.append(f"{said} ({hits_of(line)})" if "guesses" in tests else said)
     for text in greedy:
         if text["beyond"]:
-            writes = f"{name_of(text['method'])} writes {text['beyond']:,} greedy tokens in {text['dtype']}"
-            failures.append(f"{writes} that are not the target's")
+            beyond = f"{counted(text['beyond'], 'greedy token')} in {text['dtype']}"
+            failures.append(f"{name_of(text['method'])} writes {beyond} that the target would not write")
     if failures:
         return False, f"Difference found: {'; '.join(failures)}."
     tested = []  # clauses on drawn texts, planted mistakes, and greedy texts in each dtype
@@ -118,7 +118,8 @@ def verdict(lines: Sequence[Line]) -> tuple[bool, str]:
 
 def hits_of(line: LosslessLine) -> str:
     """How many guesses of a method, asked once more along its texts, are the text's token, and how many `p` expects."""
-    return f"{line['guesses']['hits']:,} tokens are the guess, and {line['guesses']['expected']:,.1f} were expected"
+    hits, expected = line["guesses"]["hits"], line["guesses"]["expected"]
+    return f"guesses hit {counted(hits, 'token')}, and {expected:,.1f} were expected"
 
 
 def exit_code(lines: Sequence[Line]) -> int:
