@@ -194,8 +194,10 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
             return 130
         if out_of_memory(error):
             message = f"out of memory; {smaller}, or close other programs. {kept}"
-        elif isinstance(error, OSError):
-            message = (f"{error.filename}: " if error.filename else "") + f"{error.strerror or error}. {kept}"
+        elif isinstance(error, OSError) and error.filename:
+            message = f"{error.filename}: {error.strerror or error}. {kept}"
+        elif isinstance(error, OSError) or "(os error " in str(error):  # A full disk, as safetensors says it.
+            message = f"{getattr(error, 'strerror', None) or error}. {kept}"
         else:
             raise
     print(f"{script}: error:", visible(" ".join(message.split())), file=sys.stderr)  # A name may hold any character.

@@ -4,12 +4,16 @@ import gc
 import re
 import shutil
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import torch
 
 from inputs.commandLine import one_line
 from utils import UserError
+
+CONTAINER = Path("/sys/fs/cgroup")  # where a container sees the limits of its control group
 
 
 def pick_device(name: str | None = None) -> str:
@@ -57,7 +61,12 @@ def pick_dtype(device: str, by_kernels: bool = False) -> str:
 def available_memory(device: str) -> int:
     """Free bytes on a device, with what torch keeps of tensors that are gone."""
     if not device.startswith("cuda"):
-        return psutil.virtual_memory().available
+        free = psutil.virtual_memory().available  # of the computer; a container may have less
+        with suppress(OSError, ValueError):  # Without a limit there is no such file, or it says "max".
+            limit, used = (int((CONTAINER / f"memory.{name}").read_text()) for name in ("max", "current"))
+            held = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+            free = min(free, limit - used + int(held["inactive_file"]))  # The cache of files makes room.
+        return free
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

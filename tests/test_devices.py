@@ -12,6 +12,7 @@ from experiments import prepare, processes
 from experiments.prepare import where_to_run
 from experiments.settings import parse
 from experiments.speed import quiet
+from inputs import devices
 from inputs.devices import pick_device, pick_dtype
 
 
@@ -31,6 +32,18 @@ def test_kernels_read_bfloat16_on_a_cpu_that_does_not_compute_in_it(monkeypatch,
     monkeypatch.setattr(prepare, "check_device", lambda name: None)
     beside_mps = parse([*flags, "--device", "cpu", "--draftDevice", "mps", "--compile"])
     assert where_to_run(beside_mps, processes.SINGLE)[1:3] == ("mps", "float32")  # It has no bfloat16.
+
+
+def test_a_container_has_the_memory_of_its_control_group(monkeypatch, tmp_path):
+    whole = devices.psutil.virtual_memory().available
+    monkeypatch.setattr(devices.psutil, "virtual_memory", lambda: Mock(available=whole))
+    monkeypatch.setattr(devices, "CONTAINER", tmp_path)
+    assert devices.available_memory("cpu") == whole
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 600\ninactive_file 100\n")
+    for limit, free in ("1000", 400), ("max", whole), (str(2 * whole), whole):
+        (tmp_path / "memory.max").write_text(f"{limit}\n")
+        assert devices.available_memory("cpu") == free
 
 
 def test_the_gpu_of_an_apple_computer(monkeypatch, flags, capsys):
