@@ -134,5 +134,6 @@ def summary(rounds: Sequence[Sequence[Sequence[object]]]) -> str:
     accepted, rejected, target = (sum(map(len, tokens)) for tokens in zip(*rounds)) if rounds else (0, 0, 0)
     line, more, later = counted(accepted + target, "token"), accepted + target - 1, len(rounds) - 1
     if later > 0:
-        line += f": 1 from reading the prompt, {more} in {later} rounds ({more / later:.2f} tokens per round)"
+        rate = f"{more / later:.2f} tokens per round"
+        line += f": 1 from reading the prompt, {more} in {counted(later, 'round')} ({rate})"
     return line + (f"; {accepted} of {accepted + rejected} guesses accepted" if accepted + rejected else "")

@@ -205,15 +205,17 @@ def read_states(texts: Sequence[Written], target: CachedModel, output: Restricte
 def read_documents(name: str) -> list[str]:
     """The documents of a data set, file or folder, given as `PATH` or `PATH:TIMES`. A WikiText file is split at its
     article headings, and loses `<unk>`, which stands for rare words in its word-level version."""
-    path, _, times = name.partition(":")
-    if not re.fullmatch("([1-9][0-9]?)?", times):
+    path, colon, times = name.rpartition(":")
+    if not (colon and times.isascii() and times.isdecimal()):  # A name may have a colon too.
+        path, times = name, "1"
+    if not re.fullmatch("[1-9][0-9]?", times):
         raise UserError(f"--texts {path}:{times}: a text is counted 1 to 99 times")
     documents = []
     for text in (document for corpus in load_corpora(path) for document in corpus.documents):
         if re.search(r"^ = [^=].* = $", text, re.M):
             text = re.sub(r" ?<unk>", "", re.sub(r"^ *\n", "", text, flags=re.M))
         documents += re.split(r"^(?= = [^=].* = $)", text, flags=re.M)
-    return [d for d in documents if d.strip()] * int(times or 1)
+    return [d for d in documents if d.strip()] * int(times)
 
 
 def read_passages(texts: Sequence[str]) -> list[str]:
