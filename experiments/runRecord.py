@@ -49,8 +49,15 @@ SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark")
 SUFFIXES = (".py", ".cpp", ".h")
 UNUSED = {"cpu": "engine/cuda*.py", "cuda": "engine/kernels/*.[ch]*"}  # {kind of device: source that only others use}
-CHECKS = "engine/gate.py", "engine/smallTwin.py"  # They refuse models, and change no text.
-TRIAL = "lossless/trial.py", "lossless/mistakes.py"  # Only --lossless runs them.
+# Source that changes no figure: it refuses, downloads or converts models, or reads the command line. A record has the
+# flags, the dtypes, and the hashes of weights and texts.
+CHECKS = (
+    "engine/gate.py", "engine/smallTwin.py", "inputs/commandLine.py", "inputs/devices.py", "inputs/files.py",
+    "inputs/gguf.py", "inputs/hub.py",
+)  # fmt: skip
+OF_MODES = {  # {flag: source that its runs alone use}
+    "lossless": ("lossless/trial.py", "lossless/mistakes.py"), "sweep": ("experiments/sweep.py",),
+}  # fmt: skip
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
 Fields = Mapping[str, Any]  # a line of any kind
@@ -120,13 +127,12 @@ def devices(
 
 def origin(argv: Sequence[str], flags: Mapping[str, Any], device: str, models: Mapping[str, Any]) -> dict[str, Any]:
     """Where measurements come from: time, command line, flags, device, code, machine and models {role: record}."""
-    trial = {"trial": code_version(device, trial=True)} if flags.get("lossless") else {}
-    return trial | {
+    return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(argv),
         "flags": dict(flags),
         "device": device,
-        "code": code_version(device),
+        "code": code_version(device, *filter(flags.get, OF_MODES)),
         "load": psutil.getloadavg()[0],
         "waiting": os.environ.get("OMP_WAIT_POLICY"),
         "machine": machine(device),
@@ -154,13 +160,13 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 @functools.cache
-def code_version(device: str = "cpu", trial: bool = False) -> str:
+def code_version(device: str = "cpu", *modes: str) -> str:
     """A digest of the source in Python and C++ that a device uses, without docstrings, the help of flags and comments:
-    two records with the same digest come from the same code. trial: of the source that `--lossless` alone runs."""
-    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS
+    two records with the same digest come from the same code. modes: those of OF_MODES whose source is used too."""
+    of_others = [name for mode in OF_MODES.keys() - modes for name in OF_MODES[mode]]
+    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS, *of_others
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
-    sources = [file for file in sources if any(map(file.match, TRIAL)) == trial]
     used = sorted(file for file in sources if not any(map(file.match, unused)))
     content = [
         (file.relative_to(files.ROOT).as_posix(), without_comments(file.read_text(encoding="utf-8"), file.suffix))

@@ -41,7 +41,6 @@ class RunLine(TypedDict):
     flags: dict[str, Any]
     device: str
     code: NotRequired[str]  # the digest of the source
-    trial: NotRequired[str]  # the digest of the source that only --lossless runs
     load: NotRequired[float]  # of the machine, as the run began
     waiting: NotRequired[str | None]  # OMP_WAIT_POLICY of the threads: "passive" if the machine was busy before
     machine: dict[str, Any]  # processor, cores, threads that torch computes with, system, and versions of libraries

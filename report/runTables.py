@@ -100,7 +100,8 @@ def measured_on(record: Mapping[str, Any], lines: Sequence[Line] = ()) -> str:
     machine, names = record["machine"], dict.fromkeys(model["name"] for model in record["models"].values())
     dtype = next((line["dtype"] for line in of_kind(lines, SpeedLine)), record.get("dtype"))
     place = f"{machine['processor']}, {counted(machine['threads'], 'thread')}, {record['device']}"
-    count = len({line.get("process") for line in (*of_kind(lines, SpeedLine), *of_kind(lines, QueueLine))})
+    kept = {line.get("process") for line in (*of_kind(lines, SpeedLine), *of_kind(lines, QueueLine))}
+    count = max(len(kept), len(record.get("processes", ())))
     processes = f"{count} processes" if count > 1 else ""
     parts = place, ", ".join(names), dtype, f"torch {machine['torch']}", processes, record["time"][:10]
     return "; ".join(filter(None, parts))
@@ -147,9 +148,11 @@ def speed_tables(run: RunLine, lines: Sequence[Line], engines: Sequence[EngineLi
 
 def finished(lines: Iterable[Line], engines: Iterable[EngineLine]) -> list[Line]:
     """The lines without those of methods that failed while they were timed: their medians would be over fewer texts."""
-    counts = Counter(line["method"] for line in of_kind(lines, SpeedLine))
-    failed = {line["method"] for line in engines if line["failed"] and counts[line["method"]] < counts["target"]}
-    return [line for line in lines if line.get("method") not in failed]
+    lines = list(lines)
+    counts = Counter((line["mode"], line["promptLen"], line["method"]) for line in of_kind(lines, SpeedLine))
+    failed = {line["method"] for line in engines if line["failed"]}
+    partial = {key for key in counts if key[-1] in failed and counts[key] < counts[(*key[:2], "target")]}
+    return [line for line in lines if tuple(map(line.get, ("mode", "promptLen", "method"))) not in partial]
 
 
 def ranked(rows: Sequence[Summary]) -> list[Summary]:
@@ -177,7 +180,7 @@ def speed_table(
     }
     if of_report:
         columns["total/n\nms"] = lambda row: median(row["report_tpot"], 1e3)
-    elif engines:
+    elif engines and lines[0]["mode"] == "compare":
         texts = {line["method"]: said_of(line).split(":")[0] for line in engines}
         columns["sampled\ntext"] = lambda row: texts.get(row["method"], "")
     else:
@@ -314,7 +317,7 @@ def engine_table(lines: Sequence[EngineLine]) -> Table:
     notes = ENGINE_NOTES.format(texts=texts or "their")
     heads = ["", "version", "precision", "greedy", "sampled"]
     table = Table("Other programs", heads, left=(1, 2, 4), folded=(1, 4), notes=notes)
-    for line in lines:
+    for line in {line["method"]: line for line in lines}.values():  # The last of several prompt lengths.
         beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
         table.add(line["method"], line["version"] or "", line["precision"], beyond, said_of(line))
     return table
@@ -333,11 +336,11 @@ def step_tables(lines: Sequence[StepLine], texts: Sequence[SpeedLine] = ()) -> I
             took = interval(line["seconds"])
             growth.add(str(line["tokens"]), span(took, 1e3), span(time_ratio(line["seconds"], first)))
     tables = [forwards_table(lines), prefill, growth]
-    if any(line["what"] == "round" for line in lines):  # With lookup there is none.
+    # With lookup there is none, and a run may have been stopped before all parts were kept.
+    if {"plain step", "round", "scoring"} <= {line["role"] for line in lines if line["what"] == "round"}:
         tables.append(round_table(lines, texts))
     yield from tables
-    speeds = {line["role"]: line["bytes"] / min(line["seconds"]) for line in lines if line["what"] == "reading"}
-    read = ", ".join(f"{speed / 1e9:.1f} GB/s for the {role}'s bytes" for role, speed in speeds.items())
+    read = ", ".join(f"{speed / 1e9:.1f} GB/s for the {role}'s bytes" for role, speed in limits_of(lines).items())
     note = STEP_NOTES.format(read=read.replace("memory's bytes", "buffer beyond the cache"))
     yield Text(f"Medians{notation(*tables)}, in turn. {note}")
 

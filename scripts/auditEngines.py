@@ -1,7 +1,7 @@
 """Audit the texts of released engines, for docs/engines.md: which of them sample the target's text, to what bound?
 
-    python -m scripts.auditEngines                          every cell that docs/records/engines.json lacks
-    python -m scripts.auditEngines openvino:draft --seed 1  those of one engine, with other texts
+    python -m scripts.auditEngines                          what docs/records/engines.json lacks, or has of other code
+    python -m scripts.auditEngines openvino:draft --seed 1  the cells of one engine, with other texts
     python -m scripts.auditEngines --mistakes               how many tokens the tests need to see a planted mistake
 
 A cell is a method with the settings of its sampling, on the bundled pair in float32. This project's methods are
@@ -94,7 +94,7 @@ def judged(
     auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
     if not sampling.temperature:
         return auditor.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
-    file = TEXTS / f"{name} {method.version} {setting} {seed}.jsonl".replace(":", "-")
+    file = TEXTS / f"{name} {method.version} {code_version()} {setting} {seed}.jsonl".replace(":", "-")
     texts = [json.loads(line)["tokens"] for line in file.read_text().splitlines()] if file.exists() else []
     prompts = [rows[number % len(rows)] for number in range(-(-tokens // TEXT_TOKENS))]
     for first in range(len(texts), len(prompts), PROMPTS):
@@ -107,29 +107,30 @@ def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, 
     """What each planted mistake needs to be seen, with the vocabulary in this order (`Trial.find_mistakes`)."""
     found: list[Any] = []
     Trial(inputs, models, "float32", found.append).find_mistakes(order)
-    return [line | {"code": code_version(), "trial": code_version(trial=True)} for line in found]
+    return [line | {"code": code_version("cpu", "lossless")} for line in found]
 
 
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
     named = choose(names, Role) if names else []
-    record = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": []}
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN} --compile"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
     judges = inputs.load(inputs.dtype, roles=SCORED)
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
     about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
-    for cell in record["cells"]:  # The record's machine is the last one that was used.
-        cell.setdefault("processor", record["machine"]["processor"])
 
-    def keep() -> None:
-        replace_file(FILE, json.dumps(record | about) + "\n")
+    def kept(field: str) -> list[dict[str, Any]]:
+        return read_json(FILE)[field] if FILE.exists() else []
+
+    def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]]) -> None:
+        """Put `lines` in the place of those with this key. The file is read now: another run may have added its own."""
+        fields = {name: kept(name) for name in ("cells", "mistakes")}
+        fields[field] = [line for line in fields[field] if not line.items() >= key.items()] + lines
+        replace_file(FILE, json.dumps(fields | about) + "\n")
 
     if mistakes:
         for order in ("draft", "p"):
-            seen = [line for line in record["mistakes"] if line["order"] != order]
-            record["mistakes"] = seen + planted(inputs, models, order)
-            keep()
+            keep("mistakes", {"order": order}, planted(inputs, models, order))
         return None
     TEXTS.mkdir(parents=True, exist_ok=True)
     chosen = inputs.settings.measuring.groups["compare"]
@@ -137,10 +138,12 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         chosen = [name for name in named if name != "target" or name in re.split(r"\s*,\s*", names)]
     for setting, name in [(setting, name) for setting in SETTINGS for name in chosen]:
         key = {"method": name, "setting": setting, "seed": seed}
-        before = [cell for cell in record["cells"] if cell.items() >= key.items()]
-        if any(not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before):
+        before = [cell for cell in kept("cells") if cell.items() >= key.items()]
+        is_whole = [not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before]
+        if any(whole and cell["code"] == code_version() for whole, cell in zip(is_whole, before)):
             continue
         start, place = time.time(), about["machine"]["processor"]
+        most = max([tokens, *(cell["tokens"] for cell in before if not cell["failed"])])  # None gets fewer than it had.
         cell = key | {"failed": None, "code": code_version(), "processor": place}
         try:
             if name not in methods and METHODS[name].engine:
@@ -154,7 +157,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 methods[name] = OwnMethod(build([name], cast(Models, models), decoding)[name])
             method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
-            cell |= judged(method, key, inputs, judges, tokens)
+            cell |= judged(method, key, inputs, judges, most)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
             is_missing = name not in methods and METHODS[name].engine
@@ -164,8 +167,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
                 continue
         cell["seconds"] = time.time() - start
-        record["cells"] = [other for other in record["cells"] if other not in before] + [cell]
-        keep()
+        keep("cells", key, [cell])
         print(time.strftime("%H:%M"), name, setting, cell["failed"] or cell.get("seen_by", cell.get("beyond")))
     for method in methods.values():
         method.close()

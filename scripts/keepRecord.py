@@ -24,13 +24,13 @@ from typing import Any, cast
 import torch
 
 from experiments.intervals import too_fast
-from experiments.runRecord import code_version
+from experiments.runRecord import OF_MODES, code_version
 from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
 from report.results import Results
-from report.runTables import measured_on
+from report.runTables import finished, measured_on
 from utils import UserError
 
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
@@ -116,12 +116,10 @@ class Records:
         if name in self.files:
             record = self.files[name]
             codes = {part.get("code") for part in record.get("cells") or record.get("rows") or [record]}
-            planted = {(part.get("code"), part.get("trial")) for part in record.get("mistakes", [])}
+            planted = {part.get("code") for part in record.get("mistakes", [])}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             now = {code_version("cuda" if name == "kernels" else "cpu")}
-            return "variants" not in record and (
-                codes != now or not planted <= {(code_version(), code_version(trial=True))}
-            )
+            return "variants" not in record and (codes != now or not planted <= {code_version("cpu", "lossless")})
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
         (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
@@ -131,8 +129,7 @@ class Records:
 
 def is_of_now(run: Mapping[str, Any]) -> bool:
     """Whether the code of today measured a run."""
-    trial = code_version(run["device"], trial=True) if run["flags"].get("lossless") else None
-    return (run.get("code"), run.get("trial")) == (code_version(run["device"]), trial)
+    return run.get("code") == code_version(run["device"], *filter(run["flags"].get, OF_MODES))
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -167,7 +164,9 @@ def without_places(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_name(value: Any) -> Any:
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    """Of a path from the root, also one after `--flag=`, the last name."""
+    flag, sign, path = value.rpartition("=") if isinstance(value, str) and value.startswith("--") else ("", "", value)
+    return f"{flag}{sign}{Path(path).name}" if isinstance(path, str) and Path(path).is_absolute() else value
 
 
 def command_without_places(argv: Sequence[str], named: Callable[[str], str] = last_name) -> str:
@@ -181,8 +180,8 @@ def command_without_places(argv: Sequence[str], named: Callable[[str], str] = la
 
 def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list[tuple[str, Run]]:
     """(command line without places, run) of each finished run in a folder's results.jsonl, oldest first."""
-    finished = [run for run in Results(folder).runs() if of_kind(run[1], EndLine)]
-    return [(command_without_places(shlex.split(run[0]["command"]), named), run) for run in finished]
+    ended = [run for run in Results(folder).runs() if of_kind(run[1], EndLine)]
+    return [(command_without_places(shlex.split(run[0]["command"]), named), run) for run in ended]
 
 
 def of_processes(runs: Sequence[Run]) -> Run:
@@ -203,6 +202,8 @@ def of_processes(runs: Sequence[Run]) -> Run:
     # A program that failed in any process has texts of fewer prompts in the record: its line says so.
     failed = {line["method"]: line for _, body in runs for line in of_kind(body, EngineLine) if line["failed"]}
     rest = [failed.get(line["method"], line) if line.get("test") == "engine" else line for line in rest]
+    rest = [line | {"run": run["run"]} for line in rest]
+    timed = finished(timed, failed.values())
     if len(runs) > 1:
         steps = [of_kind(body, StepLine) for _, body in runs]
         for line, of_each in zip(of_kind(rest, StepLine), zip(*steps, strict=True), strict=True):
@@ -216,8 +217,8 @@ def measure(name: str, folder: Path) -> Run:
     flags, processes = MEASURED[name]
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
     while True:
-        finished = [run for command, run in finished_runs(folder) if command == flags]
-        runs = [run for run in finished if is_of_now(run[0])]
+        of_command = [run for command, run in finished_runs(folder) if command == flags]
+        runs = [run for run in of_command if is_of_now(run[0])]
         if len(runs) >= processes:
             return of_processes(runs[-processes:])
         if len(runs) == before:
@@ -229,9 +230,10 @@ def measure(name: str, folder: Path) -> Run:
 
 def keep_record(root: Path, name: str, folder: Path) -> None:
     """Copy a record into docs/records/ under its name."""
-    file, records = folder / f"{name}.json", Records(root)
-    if name in MEASURED:
-        run, lines = measure(name, folder)
+    file, measured = folder / f"{name}.json", measure(name, folder) if name in MEASURED else None
+    records = Records(root)  # Read now: others may have been kept in the hours of the measurement.
+    if measured:
+        run, lines = measured
         environment = {"environment": ENVIRONMENT[name]} if name in ENVIRONMENT else {}
         records.runs[name] = cast(RunLine, without_places(run) | environment), lines
         for end in of_kind(lines, EndLine):  # The figure of a run that is kept has a name of its own in figures/.

@@ -83,9 +83,10 @@ def rendered(text: str, records: Records) -> tuple[str, list[str], list[str]]:
 
 
 def digest_of(picture: str, records: Records) -> str:
-    """16 hexadecimal digits that stand for the record of a picture."""
+    """16 hexadecimal digits that stand for the record of a picture. Its code is not in them: it is not drawn."""
     record, lines = records[PICTURES[picture]]
-    return hashlib.sha256(json.dumps((record, lines) if lines else record, sort_keys=True).encode()).hexdigest()[:16]
+    content = re.sub('"code": "[^"]*"', "", json.dumps((record, lines) if lines else record, sort_keys=True))
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def picture_fault(picture: str, records: Records) -> str:
@@ -96,6 +97,8 @@ def picture_fault(picture: str, records: Records) -> str:
         return "" if digest == digest_of(picture, records) else "was drawn from another record"
     except FileNotFoundError:
         return "is missing"
+    except OSError:
+        return "cannot be read"
     except UserError as error:
         return f"has no record: {error}"
 
@@ -121,8 +124,6 @@ def render(root: Path, check: bool) -> int:
             faults.append(f"record {name} is of other code, other flags or too few processes: {remedy}")
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
-    for path, text in changed.items():
-        replace_file(path, text)
     for picture in pictures:
         name, digest = PICTURES[picture], digest_of(picture, records)
         record, lines = records[name]
@@ -131,6 +132,8 @@ def render(root: Path, check: bool) -> int:
         else:
             figure = FIGURES[name](lines or record)
             figures.write_figure(figure, root / picture, measured_on(record, lines), {DIGEST: digest})
+    for path, text in changed.items():
+        replace_file(path, text)
     written = [*(str(path.relative_to(root)) for path in changed), *pictures]
     print(*[f"Written: {name}" for name in written] or ["Nothing has changed."], sep="\n")
     return 0

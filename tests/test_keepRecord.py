@@ -48,8 +48,9 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     for other, stale in (now, False), ({"code": "sha256:0"}, True):
         records.files |= {"rounds": other, "engines": {"cells": [now, other]}}
         assert records.is_stale("rounds") == records.is_stale("engines") == stale
-    records.files["engines"] = {"cells": [now], "mistakes": [now | {"trial": keepRecord.code_version(trial=True)}, now]}
-    assert records.is_stale("engines")  # A planted mistake is of the code that --lossless runs.
+    for code, stale in (keepRecord.code_version("cpu", "lossless"), False), (now["code"], True):
+        records.files["engines"] = {"cells": [now], "mistakes": [{"code": code}]}
+        assert records.is_stale("engines") == stale  # A planted mistake is of the code that --lossless runs.
     assert render.main(["--check"], copy) == 1
     assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
@@ -116,6 +117,7 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
             "test": "engine",
             "method": "fixed",
             "failed": "a reason" if factor == 2.2 else None,
+            "run": name,
         }
         return {"run": name} | same | more, [*texts, engine, step, {"kind": "end"}]
 
@@ -123,6 +125,7 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
     assert head["run"] == "one" and [line["kind"] for line in lines].count("end") == 1
     assert [line.get("process") for line in lines] == [0] * 16 + [1] * 16 + [None] * 3
     assert lines[-3]["failed"] == "a reason"  # in one of the processes
+    assert {line["run"] for line in lines} == {"one"}  # Of another run it would not be in the record.
     assert lines[-2]["seconds"] == [2.0, 2.2] and lines[-2]["processes"] == 2
     assert keepRecord.of_processes([run("one", 2.0)])[1][-2]["seconds"] == [2.0, 9.0, 2.0]
     (row,) = [row for row in summarize(lines[:32]) if row["method"] == "fixed"]

@@ -182,24 +182,28 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for name in runRecord.SOURCE:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
-    here, tested = runRecord.code_version(), runRecord.code_version(trial=True)
-    assert here == runRecord.origin([], {}, "cpu", {})["code"] and here.startswith("sha256:")
-    assert here != tested == runRecord.origin([], {"lossless": "all"}, "cpu", {})["trial"]
+    of_modes = {mode: runRecord.code_version("cpu", mode) for mode in runRecord.OF_MODES}
+    here = runRecord.code_version()
+    assert here == runRecord.origin([], {"sweep": None}, "cpu", {})["code"] and here.startswith("sha256:")
+    for mode, code in of_modes.items():
+        assert runRecord.origin([], {mode: "all"}, "cpu", {})["code"] == code != here
     monkeypatch.setattr(files, "ROOT", tmp_path)
 
-    def with_file(name, change=str, **of):
+    def with_file(name, change=str, *modes):
         """The version while a file is changed."""
         source = (tmp_path / name).read_text()
         (tmp_path / name).write_text(change(source))
-        version = runRecord.code_version.__wrapped__(**of)
+        version = runRecord.code_version.__wrapped__("cpu", *modes)
         (tmp_path / name).write_text(source)
         return version
 
     (tmp_path / "engine" / "note.txt").write_text("no source")
     assert with_file("utils.py") == with_file("utils.py", lambda text: text.replace('"""', '"""Another. ', 1)) == here
-    for unread in ("engine/gate.py", "engine/smallTwin.py", "lossless/trial.py", "lossless/mistakes.py"):
+    of_mode = [(name, mode) for mode, names in runRecord.OF_MODES.items() for name in names]
+    for unread, mode in *of_mode, ("engine/gate.py", "sweep"), ("inputs/gguf.py", "lossless"):
         assert with_file(unread, lambda text: f"{text}x = 1\n") == here
-        assert (with_file(unread, lambda text: f"{text}x = 1\n", trial=True) == tested) == ("engine" in unread)
+        is_read = with_file(unread, lambda text: f"{text}x = 1\n", mode) != of_modes[mode]
+        assert is_read == ((unread, mode) in of_mode)
     assert with_file("experiments/flags.py", lambda text: text.replace('"""Models."""', '"""Which."""')) == here
     for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
         assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
