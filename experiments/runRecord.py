@@ -162,17 +162,17 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 @functools.cache
 def code_version(device: str = "cpu", *modes: str) -> str:
     """A digest of the source in Python and C++ that a device uses, without docstrings, the help of flags and comments:
-    two records with the same digest come from the same code. modes: those of OF_MODES whose source is used too."""
-    of_others = [name for mode in OF_MODES.keys() - modes for name in OF_MODES[mode]]
-    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS, *of_others
+    two records with the same digest come from the same code. modes: of OF_MODES; what they alone use has a digest of
+    its own each: "sha256:... sweep:..."."""
+    unused = UNUSED.get(device.partition(":")[0], "*.none"), *CHECKS
     sources = [files.ROOT / f"{name}.py" for name in SOURCE]
     sources += [file for name in FOLDERS for file in (files.ROOT / name).rglob("*") if file.suffix in SUFFIXES]
     used = sorted(file for file in sources if not any(map(file.match, unused)))
-    content = [
-        (file.relative_to(files.ROOT).as_posix(), without_comments(file.read_text(encoding="utf-8"), file.suffix))
-        for file in used
-    ]
-    return "sha256:" + hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+    content = {file.relative_to(files.ROOT).as_posix(): file.read_text(encoding="utf-8") for file in used}
+    content = {name: without_comments(text, name[name.rindex(".") :]) for name, text in content.items()}
+    parts = [(mode, [(name, content.pop(name)) for name in names]) for mode, names in OF_MODES.items()]
+    parts = [("sha256", [*content.items()]), *(part for part in parts if part[0] in modes)]
+    return " ".join(f"{name}:{hashlib.sha256(repr(part).encode()).hexdigest()[:16]}" for name, part in parts)
 
 
 @functools.cache

@@ -110,6 +110,17 @@ def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, 
     return [line | {"code": code_version("cpu", "lossless")} for line in found]
 
 
+def kept(field: str) -> list[dict[str, Any]]:
+    return read_json(FILE)[field] if FILE.exists() else []
+
+
+def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
+    """Put `lines` in the place of those with this key. The file is read now: another run may have added its own."""
+    fields: dict[str, Any] = {name: kept(name) for name in ("cells", "mistakes")}
+    fields[field] = [line for line in fields[field] if not line.items() >= key.items()] + lines
+    replace_file(FILE, json.dumps({**fields, **about}) + "\n")
+
+
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
     named = choose(names, Role) if names else []
@@ -119,18 +130,9 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
     about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
 
-    def kept(field: str) -> list[dict[str, Any]]:
-        return read_json(FILE)[field] if FILE.exists() else []
-
-    def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]]) -> None:
-        """Put `lines` in the place of those with this key. The file is read now: another run may have added its own."""
-        fields = {name: kept(name) for name in ("cells", "mistakes")}
-        fields[field] = [line for line in fields[field] if not line.items() >= key.items()] + lines
-        replace_file(FILE, json.dumps(fields | about) + "\n")
-
     if mistakes:
         for order in ("draft", "p"):
-            keep("mistakes", {"order": order}, planted(inputs, models, order))
+            keep("mistakes", {"order": order}, planted(inputs, models, order), about)
         return None
     TEXTS.mkdir(parents=True, exist_ok=True)
     chosen = inputs.settings.measuring.groups["compare"]
@@ -167,7 +169,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
                 continue
         cell["seconds"] = time.time() - start
-        keep("cells", key, [cell])
+        keep("cells", key, [cell], about)
         print(time.strftime("%H:%M"), name, setting, cell["failed"] or cell.get("seen_by", cell.get("beyond")))
     for method in methods.values():
         method.close()

@@ -149,9 +149,10 @@ def differing(runs: Iterable[RunLine]) -> list[str]:
     """In what runs differ that should be one experiment. A run whose code was not recorded is like no other."""
     runs = list(runs)
     versions = {(model["name"], model["version"]) for run in runs for model in run["models"].values()}
-    machines, codes = [run["machine"] for run in runs], [run.get("code") or run["run"] for run in runs]
+    machines = [run["machine"] for run in runs]
+    codes = {tuple(part.split(":")) for run in runs for part in (run.get("code") or f"sha256:{run['run']}").split()}
     differ = ["machine"] * any(machine != machines[0] for machine in machines)
-    differ += ["code"] * any(code != codes[0] for code in codes)
+    differ += ["code"] * (len(codes) > len({name for name, *_ in codes}))  # Each mode has a digest of its own.
     return differ + ["weights"] * (len(versions) > len(dict(versions)))  # two versions of one name
 
 

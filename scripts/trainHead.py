@@ -251,7 +251,8 @@ def train_heads(argv: Sequence[str]) -> None:
     # Of a folder or a file the record has the name alone.
     flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key not in TEXTS}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
-    record = origin(argv, flags, args.device, models)
+    words = ["".join((flag, sign, Path(value).name)) for flag, sign, value in (word.rpartition("=") for word in argv)]
+    record = origin(words, flags, args.device, models)
     variant = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
     record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": {"head": variant}}
     tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))

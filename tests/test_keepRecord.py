@@ -110,7 +110,7 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
             for prompt in range(8)
             for method, speed in (("target", 1), ("fixed", factor))
         ]
-        same = {"command": "c", "code": "d", "machine": {}, "models": {}}
+        same = {"command": "c", "code": "sha256:d", "machine": {}, "models": {}}
         step = {"kind": "costs", "of": "step", "seconds": [factor, 9.0, factor]}
         engine = {
             "kind": "lossless",
@@ -130,7 +130,10 @@ def test_runs_of_one_command_are_kept_as_processes_and_what_cannot_be_is_refused
     assert keepRecord.of_processes([run("one", 2.0)])[1][-2]["seconds"] == [2.0, 9.0, 2.0]
     (row,) = [row for row in summarize(lines[:32]) if row["method"] == "fixed"]
     assert row["speedup"].low < 2.1 < row["speedup"].high
-    for other in {"code": "e"}, {"machine": {"threads": 1}}:
+    sweep = run("two", 2.0, code="sha256:d sweep:e")[0]
+    assert keepRecord.differing([run("one", 2.0)[0], sweep]) == []  # The common part is the same.
+    assert keepRecord.differing([sweep, sweep | {"code": "sha256:d sweep:f"}]) == ["code"]
+    for other in {"code": "sha256:e"}, {"machine": {"threads": 1}}:
         with refused("one", "two", f"differ in {[*other][0]}"):
             keepRecord.of_processes([run("one", 2.0), run("two", 2.0, **other)])
     with refused("fixed is 3.00 times", "2.50 tokens", "Measure again"):
