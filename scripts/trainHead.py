@@ -33,6 +33,7 @@ from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
 from scripts import headTexts
 from scripts.headTexts import Part, TextBatch
+from scripts.keepRecord import last_name
 from scripts.training import GAMMA, Pair, Recipe, Trainer, chain_loss
 from utils import UserError
 
@@ -251,8 +252,7 @@ def train_heads(argv: Sequence[str]) -> None:
     # Of a folder or a file the record has the name alone.
     flags = {key: Path(x).name if isinstance(x, str | Path) else x for key, x in vars(args).items() if key not in TEXTS}
     models = {"target": model_record(args.folder.name, model_version(args.folder), target)}
-    words = ["".join((flag, sign, Path(value).name)) for flag, sign, value in (word.rpartition("=") for word in argv)]
-    record = origin(words, flags, args.device, models)
+    record = origin([last_name(word) for word in argv], flags, args.device, models)
     variant = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
     record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": {"head": variant}}
     tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))
