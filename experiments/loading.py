@@ -31,7 +31,7 @@ from inputs.models import DTYPES, choose_devices, find_model, load_model, model_
 from inputs.progress import followed
 from inputs.texts import AuditText, Corpus, Question, encode_turn
 from methods.catalogue import METHODS, Role, build
-from methods.otherTokenizer import Translation
+from methods.otherTokenizer import GROWTH, Translation
 from methods.selfDraft import best_copy, copies_of, trials
 from utils import Sampling, UserError
 
@@ -84,6 +84,11 @@ class Inputs:
     def translation(self) -> Translation | None:
         """To the draft's tokenizer, if that is another one. Then the draft guesses only the tokens that both have."""
         return self.settings.decoding.translation
+
+    @property
+    def generates(self) -> bool:
+        """Whether transformers' own methods run."""
+        return any(METHODS[name].engine == "generate" for name in self.settings.measuring.names)
 
     @property
     def scores_others(self) -> bool:
@@ -165,6 +170,8 @@ class Inputs:
             device, spread = self.device_of(role), self.spread(role, dtype)
             if role == "target" and self.roles_of("self"):  # Its copy has a byte for each weight.
                 taken[device] += int(weight_bytes(folder, DTYPES[dtype]) / DTYPES[dtype].itemsize * (1 + SCALE))
+            if self.generates and self.settings.models.compile and device == "cpu":  # Compiling packs weights anew.
+                taken[device] += weight_bytes(folder, DTYPES[dtype])
             used = caches[device], taken[device]
             choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, *used)
             taken[device] += weight_bytes(folder, DTYPES[dtype])
@@ -175,7 +182,8 @@ class Inputs:
         for role, folder in self.folders.items() if self.slots else ():
             device = self.device_of(role)
             kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
-            sizes[device] += cache_bytes(read_config(folder).get_text_config(), self.slots, DTYPES[kept_as])
+            slots = self.slots * (GROWTH if role == "draft" and self.translation else 1)
+            sizes[device] += cache_bytes(read_config(folder).get_text_config(), slots, DTYPES[kept_as])
         return sizes
 
     def load_as_timed(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
@@ -186,7 +194,7 @@ class Inputs:
         """The models that `load` returned, compiled if the flags say so. are_all: those of all roles."""
         measuring = self.settings.measuring
         compiles = self.settings.models.compile and not measuring.audit
-        if are_all and any(METHODS[name].engine == "generate" for name in measuring.names):
+        if are_all and self.generates:
             # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
         start = time.perf_counter()

@@ -55,9 +55,13 @@ CHECKS = (
     "engine/gate.py", "engine/smallTwin.py", "inputs/commandLine.py", "inputs/devices.py", "inputs/files.py",
     "inputs/gguf.py", "inputs/hub.py",
 )  # fmt: skip
-OF_MODES = {  # {flag: source that its runs alone use}
-    "lossless": ("lossless/trial.py", "lossless/mistakes.py"), "sweep": ("experiments/sweep.py",),
-}  # fmt: skip
+OF_MODES = {  # {flag: source that no other runs use}
+    "audit": ("lossless/audit.py",),
+    "compare": ("benchmark/*.py", "lossless/audit.py", "methods/programs/*.py"),  # Other engines' texts are judged.
+    "lossless": ("lossless/trial.py", "lossless/mistakes.py"),
+    "steps": ("benchmark/steps.py",),
+    "sweep": ("experiments/sweep.py",),
+}
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
 Fields = Mapping[str, Any]  # a line of any kind
@@ -170,9 +174,19 @@ def code_version(device: str = "cpu", *modes: str) -> str:
     used = sorted(file for file in sources if not any(map(file.match, unused)))
     content = {file.relative_to(files.ROOT).as_posix(): file.read_text(encoding="utf-8") for file in used}
     content = {name: without_comments(text, name[name.rindex(".") :]) for name, text in content.items()}
-    parts = [(mode, [(name, content.pop(name)) for name in names]) for mode, names in OF_MODES.items()]
-    parts = [("sha256", [*content.items()]), *(part for part in parts if part[0] in modes)]
-    return " ".join(f"{name}:{hashlib.sha256(repr(part).encode()).hexdigest()[:16]}" for name, part in parts)
+    parts = {"sha256": content} | {mode: dict[str, str]() for mode in OF_MODES}
+    for name, text in [*content.items()]:
+        for mode, patterns in OF_MODES.items():
+            if any(map(Path(name).match, patterns)):
+                parts[mode][name] = text
+                content.pop(name, None)
+    used_parts = [(name, [*part.items()]) for name, part in parts.items() if name == "sha256" or name in modes]
+    return " ".join(f"{name}:{hashlib.sha256(repr(part).encode()).hexdigest()[:16]}" for name, part in used_parts)
+
+
+def is_of_now(code: str, device: str = "cpu") -> bool:
+    """Whether the code of today is that of a record with this digest."""
+    return code == code_version(device, *(part.partition(":")[0] for part in code.split()[1:]))
 
 
 @functools.cache

@@ -54,14 +54,15 @@ def sweep_costs(
     """The costs from which theory predicts speed, and the overlaps in rounds of the longest of GAMMAS: fields of a
     `CostsLine`.
 
-    alpha is the mean overlap over the contexts in which a guess was tested, nan if none was. It is less noisy than
-    counting accepted guesses: a context counts with its probability of acceptance, not with the outcome of one draw.
+    The ends of texts do not count in the overlaps, since `experiments.theory.expected_in_text` knows them. alpha is the
+    mean overlap over the contexts in which a guess was tested, nan if none was. It is less noisy than counting accepted
+    guesses: a context counts with its probability of acceptance, not with the outcome of one draw.
     """
     longest, spread, chance = max(GAMMAS), inputs.processes.mapped, inputs.settings.decoding.acceptance
     (costs,) = spread(lambda prompt: step_costs(prompt, target, drafter, sampling, longest), prompts[:1])
     sampler = partial(specSampling, target=target, drafter=drafter, verify=verify, gamma=Fixed(longest))
     options = prompts, inputs.device, sampling, max_len, inputs.settings.measuring.seed, spread
-    positions = overlaps_of(sampler, *options)["overlap_by_position"]
+    positions = overlaps_of(sampler, *options, ends=False)["overlap_by_position"]
     if chance is not None:  # A guess is accepted with this probability, whatever p and q are.
         positions = [[reached, tested, chance * tested] for reached, tested, _ in positions]
     alpha = expectations(positions)["overlap"] if chance is None else None

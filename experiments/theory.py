@@ -6,7 +6,7 @@ alpha: the acceptance rate. c: the cost of a draft step over that of a target fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,9 +72,11 @@ def overlaps_of(
     max_len: int,
     seed: int,
     spread: Callable[..., Iterable[Any]] = map,
+    ends: bool = True,
 ) -> dict[str, Any]:
     """The overlaps at each depth of a round, over one text of `max_len` tokens after each of `prompts`, and the rounds
-    and accepted guesses of these texts: the fields of an `OverlapLine`.
+    and accepted guesses of these texts: the fields of an `OverlapLine`. ends: whether a round that the end of a text
+    cuts off counts as one whose next guess was rejected. So it does in the tokens of a round of these texts.
 
     sampler: one that is not timed: what it learns from these texts must not affect the times. device: the target's.
     spread: applies a function to each item, as the builtin `map`.
@@ -83,7 +85,8 @@ def overlaps_of(
     def rounds_of(number: int) -> list[RoundChances]:
         generator = Generator(device).manual_seed(seed + number)
         options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "generator": [generator]}
-        return rounds_along(sampler, [prompts[number]], **options)[0]
+        rounds = rounds_along(sampler, [prompts[number]], **options)[0]
+        return rounds if ends else list(uncut(rounds, max_len))
 
     rounds = [one for text in spread(rounds_of, range(len(prompts))) for one in text]
     accepted = sum(accepted for *_, accepted in rounds)
@@ -131,6 +134,16 @@ def chances(p: Tensor, q: Tensor, drafts: Tensor) -> list[float]:
         ratio, mass, w = after_child(mass, w, law[None, None], x[None, None])
         rejected = rejected * (1 - ratio)
     return torch.cat(shares, 1)[0].tolist()
+
+
+def uncut(rounds: Sequence[RoundChances], tokens: int) -> Iterator[RoundChances]:
+    """The rounds of a text of at most `tokens` tokens, without what its end cut off: where the text had no room for a
+    guess, none was rejected."""
+    left = tokens - 1  # The first token has no round, and the last one needs no guess.
+    for number, (path, drafted, accepted) in enumerate(rounds, 1):
+        cut = drafted == left - 1 or number == len(rounds)
+        yield path, drafted, min(accepted, drafted - 1) if cut else accepted
+        left -= accepted + 1
 
 
 def by_position(rounds: Iterable[RoundChances]) -> Positions:

@@ -115,13 +115,15 @@ def default_for(target: str, role: str) -> str | None:
 
 
 def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
-    """Bytes of a model's weights in `dtype`, by the headers of its files. Raises UserError for one that is cut off."""
+    """Bytes of a model's weights in `dtype`, by the headers of its files, without buffers. Raises UserError for a file
+    that is cut off."""
     count = 0
     for file in weight_files(folder):
         errors = library_errors(f"{file} cannot be read as safetensors", "download it again")
         with errors, safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                count += math.prod(tensors.get_slice(key).get_shape())
+                if not re.search(BUFFERS, key):
+                    count += math.prod(tensors.get_slice(key).get_shape())
     return count * dtype.itemsize
 
 
@@ -145,7 +147,9 @@ def model_limits(folder: Path, tokenizer: PreTrainedTokenizerBase) -> ModelLimit
 
 def read_config(folder: Path) -> PretrainedConfig:
     with library_errors(f"{folder} cannot be loaded", OTHER_MODEL):
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config.get_text_config()  # Raises ValueError for a model that reads and writes texts of two kinds (MusicGen).
+        return config
 
 
 def load_model(

@@ -297,7 +297,7 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimit
             raise ValueError('this is not an object with "prompt" and with "tokens" or "text"')
         prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
         if was_text:
-            tokens = ids_after(prompt, fields["prompt"], fields.get("text"), tokenizer)
+            tokens = ids_of(ids_after(prompt, fields["prompt"], fields.get("text"), tokenizer), "text", model)
         else:
             tokens = ids_of(fields["tokens"], "tokens", model)
         if not prompt:
@@ -315,7 +315,7 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimit
 def ids_of(value: Any, name: str, model: ModelLimits, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int]:
     """Token ids of a field. tokenizer: if the field may be text instead. Raises ValueError for other values."""
     if tokenizer is not None and isinstance(value, str):
-        return encode([checked(value, name)], tokenizer)[0]
+        value = encode([checked(value, name)], tokenizer)[0]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise ValueError(f'"{name}" is not a list of token ids' + (", nor text" if tokenizer is not None else ""))
     for token in value:

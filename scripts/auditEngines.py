@@ -81,6 +81,11 @@ class OwnMethod(OtherMethod):
         return self.sampler(prompts, max_len=count, sampling=sampling, generator=generator, batch=ROWS)
 
 
+def code_of(name: str) -> str:
+    """The digest of the code that measures a method's cells."""
+    return code_version("cpu", "compare" if METHODS[name].engine else "audit")
+
+
 def judged(
     method: OtherMethod, key: dict[str, Any], inputs: Inputs, models: LoadedModels, tokens: int
 ) -> Mapping[str, Any]:
@@ -94,7 +99,7 @@ def judged(
     auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
     if not sampling.temperature:
         return auditor.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
-    file = TEXTS / f"{name} {method.version} {code_version()} {setting} {seed}.jsonl".replace(":", "-")
+    file = TEXTS / f"{name} {method.version} {code_of(name)} {setting} {seed}.jsonl".replace(":", "-")
     texts = [json.loads(line)["tokens"] for line in file.read_text().splitlines()] if file.exists() else []
     prompts = [rows[number % len(rows)] for number in range(-(-tokens // TEXT_TOKENS))]
     for first in range(len(texts), len(prompts), PROMPTS):
@@ -142,11 +147,11 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         key = {"method": name, "setting": setting, "seed": seed}
         before = [cell for cell in kept("cells") if cell.items() >= key.items()]
         is_whole = [not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before]
-        if any(whole and cell["code"] == code_version() for whole, cell in zip(is_whole, before)):
+        if any(whole and cell["code"] == code_of(name) for whole, cell in zip(is_whole, before)):
             continue
         start, place = time.time(), about["machine"]["processor"]
         most = max([tokens, *(cell["tokens"] for cell in before if not cell["failed"])])  # None gets fewer than it had.
-        cell = key | {"failed": None, "code": code_version(), "processor": place}
+        cell = key | {"failed": None, "code": code_of(name), "processor": place}
         try:
             if name not in methods and METHODS[name].engine:
                 method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)

@@ -10,7 +10,7 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, model_record, origin
 from experiments.settings import parse
-from experiments.theory import RoundChances, by_position, chances, expected_chain, overlap, rounds_along
+from experiments.theory import by_position, chances, expected_chain, overlap, rounds_along, uncut
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
@@ -138,16 +138,6 @@ def two_drafts(p: Tensor, q: Tensor) -> float:
     inside = q.cumsum(0)
     both = inside * (q / (1 - q)).cumsum(0) - (q * q / (1 - q)).cumsum(0)
     return min(1.0, float((p.cumsum(0) + 1 - both).min()))
-
-
-def uncut(rounds: Sequence[RoundChances], tokens: int) -> Iterator[RoundChances]:
-    """The rounds of a text of at most `tokens` tokens, without what its end cut off: where the text had no room for a
-    guess, none was rejected."""
-    left = tokens - 1  # The first token has no round, and the last one needs no guess.
-    for number, (path, drafted, accepted) in enumerate(rounds, 1):
-        cut = drafted == left - 1 or number == len(rounds)
-        yield path, drafted, min(accepted, drafted - 1) if cut else accepted
-        left -= accepted + 1
 
 
 def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
@@ -298,7 +288,7 @@ def count_all(target: str) -> None:
             if any((row["way"], row["temperature"]) == (way, temperature) for row in record["rows"]):
                 continue
             inputs, models, sizes = load_way(target, flags)
-            row = {"way": way, "temperature": temperature, "code": code_version()}
+            row = {"way": way, "temperature": temperature, "code": code_version("cpu", "steps")}
             record["rows"].append(row | count_way(inputs, models, sizes, temperature))
             folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
             named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}

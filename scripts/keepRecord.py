@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from experiments.intervals import too_fast
-from experiments.runRecord import OF_MODES, code_version
+from experiments.runRecord import is_of_now
 from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
@@ -115,21 +115,17 @@ class Records:
         are published: it stays with them."""
         if name in self.files:
             record = self.files[name]
-            codes = {part.get("code") for part in record.get("cells") or record.get("rows") or [record]}
-            planted = {part.get("code") for part in record.get("mistakes", [])}
+            parts = record.get("cells") or record.get("rows") or [record]
+            codes = {part.get("code", "") for part in [*parts, *record.get("mistakes", [])]}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
-            now = {code_version("cuda" if name == "kernels" else "cpu")}
-            return "variants" not in record and (codes != now or not planted <= {code_version("cpu", "lossless")})
+            device = "cuda" if name == "kernels" else "cpu"
+            return "variants" not in record and not all(is_of_now(code, device) for code in codes)
         if name not in MEASURED or name not in self.runs:
             return name in MEASURED
         (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
-        return not is_of_now(run) or run["command"] != flags or 0 < measured < processes
-
-
-def is_of_now(run: Mapping[str, Any]) -> bool:
-    """Whether the code of today measured a run."""
-    return run.get("code") == code_version(run["device"], *filter(run["flags"].get, OF_MODES))
+        is_whole = run["command"] == flags and not 0 < measured < processes
+        return not (is_whole and is_of_now(run.get("code", ""), run["device"]))
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -219,7 +215,7 @@ def measure(name: str, folder: Path) -> Run:
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
     while True:
         of_command = [run for command, run in finished_runs(folder) if command == flags]
-        runs = [run for run in of_command if is_of_now(run[0])]
+        runs = [run for run in of_command if is_of_now(run[0].get("code", ""), run[0]["device"])]
         if len(runs) >= processes:
             return of_processes(runs[-processes:])
         if len(runs) == before:

@@ -1,13 +1,14 @@
 """The audit of texts that anything wrote: what passes, what is rejected and why, and files that cannot be used."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import helpers
 import numpy as np
 import pytest
 import torch
-from conftest import lines_of, one_line
+from conftest import lines_of, one_line, refused
 from test_specSampling import PROMPTS
 
 from inputs.models import load_model, load_tokenizer, model_limits
@@ -237,6 +238,8 @@ def test_text_is_encoded_with_its_prompt(audit, pair_folder, tmp_path):
     first, second, third = read_texts(file, tokenizer, model)
     assert first.prompt == second.prompt == third.prompt == ids and third.tokens == [1, 2]
     assert first.tokens == second.tokens == tokenizer(prompt + text)["input_ids"][len(ids) :]
+    with refused("line 1", f'"text" has token {max(first.tokens)}', f"tokens 0 to {max(first.tokens) - 1}"):
+        read_texts(file, tokenizer, replace(model, vocabulary=max(first.tokens)))
     assert (first.was_text, second.was_text, third.was_text) == (True, True, False) and third.line == 3
     line, shown = audit(file, code=1)
     assert line["retokenised"] == 2 and "without token ids" in shown

@@ -3,6 +3,8 @@ queue is timed and tested; its figures, its memory, and what is refused."""
 
 import copy
 import functools
+import itertools
+from dataclasses import replace
 
 import helpers
 import pytest
@@ -14,7 +16,10 @@ from decoding.rows import Rows
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.kvCache import cache_bytes
+from experiments import loading as loaded
 from experiments.intervals import summarize
+from experiments.prepare import load_inputs
+from experiments.settings import parse
 from experiments.speed import WARM, ends_after
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
@@ -22,6 +27,7 @@ from lossless.trial import logits_as_written
 from methods.catalogue import build
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
+from methods.otherTokenizer import GROWTH
 from methods.samplers import Decoding
 from regrSampling import regrSampling
 from report import figures
@@ -295,6 +301,24 @@ def test_caches_are_announced_and_refused_if_they_do_not_fit(run, tmp_path, caps
     assert choose(folder, config, "float32", "cpu", 20, (), 999) == {"device_map": {"": "cpu"}}
     with refused("KV caches of the batch", "a smaller --batch"):
         choose(folder, config, "float32", "cpu", 20, (), 1000)
+
+
+def test_compiling_beside_generate_and_a_draft_with_another_tokenizer_take_more(flags, monkeypatch):
+    """transformers' own methods keep the weights that compiling packs anew; a text has more tokens in the draft's."""
+    taken, roles = [], ("draft", "target")
+    monkeypatch.setattr(loaded, "choose_devices", lambda *given: taken.append(given[7]))
+    for compiles, method in itertools.product([[], ["--compile"]], ["fixed", "generate"]):
+        inputs = load_inputs(parse([*flags, "--compare", method, *compiles]))
+        inputs.check_memory("float32", batches=False)
+    draft, target = (loading.weight_bytes(inputs.folders[role], torch.float32) for role in roles)
+    assert taken == [0, draft] * 3 + [draft, 2 * draft + target]
+    inputs.slots = 40
+    sizes = {
+        role: cache_bytes(loading.read_config(inputs.folders[role]), inputs.slots, torch.float32) for role in roles
+    }
+    assert inputs.caches("float32") == {"cpu": sizes["draft"] + sizes["target"]}
+    inputs.settings = replace(inputs.settings, decoding=Decoding(translation=object()))
+    assert inputs.caches("float32") == {"cpu": GROWTH * sizes["draft"] + sizes["target"]}
 
 
 # Losslessness.

@@ -11,10 +11,10 @@ from scipy.optimize import linprog
 
 from decoding.drafter import Fixed
 from decoding.model import Model
-from experiments.theory import by_position, expected_chain, overlap, rounds_along
+from experiments.theory import by_position, expected_chain, overlap, overlaps_of, rounds_along, uncut
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
-from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts, uncut
+from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts
 from specSampling import specSampling
 from utils import Sampling
 
@@ -90,6 +90,8 @@ def test_what_the_end_of_a_text_cuts_off_counts_as_no_rejection(gamma):
         found = at_each_gamma(whole)
         assert found == pytest.approx([expected_chain([0.7] * n) for n in range(len(found))], abs=1e-5)
         assert at_each_gamma(cut)[-1] < found[-1] - 0.05
+    swept = overlaps_of(sampler, [[0]] * 20, "cpu", Sampling(1.0, 0, 1.0), 12, 0, ends=False)["overlap_by_position"]
+    assert len(swept) == gamma and all(share == pytest.approx(0.7 * reached) for reached, _, share in swept)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,6 +9,7 @@ from conftest import one_line, refused
 from test_speed import measurement
 
 from experiments.intervals import summarize
+from experiments.runRecord import code_version
 from report.results import Results
 from scripts import keepRecord, render
 
@@ -17,7 +18,7 @@ from scripts import keepRecord, render
 def keep(copy, monkeypatch, tmp_path):
     """`keepRecord NAME ...` with the folder tmp_path/runs, where a command measures what the record of today says.
     commands: those so far; the one numbered `stopped` is interrupted."""
-    folder, (run, lines), code = tmp_path / "runs", render.Records(copy)["first"], keepRecord.code_version()
+    folder, (run, lines), code = tmp_path / "runs", render.Records(copy)["first"], code_version()
 
     def keep(*words):
         return keepRecord.main([*words, "--from", str(folder)], copy)
@@ -44,11 +45,11 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
 ):
     records, keep.stopped = render.Records(copy), 2
     assert records.is_stale("first") and records.is_stale("other") and not records.is_stale("head-bundled-target")
-    now = {"code": keepRecord.code_version()}
+    now = {"code": code_version()}
     for other, stale in (now, False), ({"code": "sha256:0"}, True):
         records.files |= {"rounds": other, "engines": {"cells": [now, other]}}
         assert records.is_stale("rounds") == records.is_stale("engines") == stale
-    for code, stale in (keepRecord.code_version("cpu", "lossless"), False), (now["code"], True):
+    for code, stale in (code_version("cpu", "lossless"), False), (f"{now['code']} lossless:0", True):
         records.files["engines"] = {"cells": [now], "mistakes": [{"code": code}]}
         assert records.is_stale("engines") == stale  # A planted mistake is of the code that --lossless runs.
     assert render.main(["--check"], copy) == 1

@@ -199,11 +199,23 @@ def test_the_code_is_the_source_that_decides_texts_and_times(tmp_path, monkeypat
 
     (tmp_path / "engine" / "note.txt").write_text("no source")
     assert with_file("utils.py") == with_file("utils.py", lambda text: text.replace('"""', '"""Another. ', 1)) == here
-    of_mode = [(name, mode) for mode, names in runRecord.OF_MODES.items() for name in names]
-    for unread, mode in *of_mode, ("engine/gate.py", "sweep"), ("inputs/gguf.py", "lossless"):
+    of_mode = {
+        "audit": "lossless/audit.py",
+        "compare": "methods/programs/llamaCpp.py",
+        "lossless": "lossless/mistakes.py",
+        "steps": "benchmark/steps.py",
+        "sweep": "experiments/sweep.py",
+    }
+    assert of_mode.keys() == runRecord.OF_MODES.keys() and all(map(runRecord.is_of_now, [here, *of_modes.values()]))
+    for unread in *of_mode.values(), "engine/gate.py", "inputs/gguf.py":
         assert with_file(unread, lambda text: f"{text}x = 1\n") == here
-        is_read = with_file(unread, lambda text: f"{text}x = 1\n", mode) != of_modes[mode]
-        assert is_read == ((unread, mode) in of_mode)
+        of_file = {
+            mode for mode, code in of_modes.items() if with_file(unread, lambda text: f"{text}x = 1\n", mode) != code
+        }
+        both = (
+            {"compare"} if of_file & {"audit", "steps"} else set()
+        )  # Other engines' texts are judged, their steps timed.
+        assert of_file == {mode for mode, name in of_mode.items() if name == unread} | both
     assert with_file("experiments/flags.py", lambda text: text.replace('"""Models."""', '"""Which."""')) == here
     for name, comment, code in ("utils.py", "#", "x = 1"), ("engine/kernels/choose.cpp", "//", "int x;"):
         assert with_file(name, lambda text: f"{text}{comment} a comment\n") == here
