@@ -130,7 +130,7 @@ def alike(u: np.ndarray) -> float:
     drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
     counts = (~np.isnan(u)).sum(0)
     several = counts > 1
-    if several.sum() < 2:
+    if several.sum() < 2 or np.nanmin(u) == np.nanmax(u):  # Equal numbers have no variance to compare with.
         return 1.0
     # About their own mean, since that is 0.5 only if the texts are the target's.
     away = (np.nanmean(u[:, several], 0) - np.nanmean(u)) ** 2 / np.nanvar(u)

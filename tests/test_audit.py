@@ -300,6 +300,8 @@ def test_equal_numbers_at_a_position_are_alike_and_independent_ones_are_not():
     u[5:, 150:] = np.nan
     assert alike(u) > 0.01 and alike(np.broadcast_to(random.random(200), (40, 200))) < 1e-9
     assert alike(u[:1]) == 1.0  # One text has nothing to be like.
+    # Tokens that are all the least probable: their numbers are equal at all positions.
+    assert alike(np.full((3, 4), 1 - 1e-7)) == alike(np.full((2, 2), 0.5)) == alike(np.full((2, 2), np.nan)) == 1.0
     assert alike(u**0.8) > 0.01  # of a sampler at another temperature
     p = [alike(random.random((30, 50))) for _ in range(400)]
     assert abs(np.mean(np.array(p) < 0.05) - 0.05) < 0.04
