@@ -10,6 +10,7 @@ import torch
 from conftest import lines_of, one_line
 from test_specSampling import PROMPTS
 
+from decoding.drafter import Fixed
 from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
@@ -217,6 +218,16 @@ def test_a_run_says_no_and_why(audit, run, pair_folder, written):
     assert f"line {place['line']}, token {place['position']} of the text: {place['token']} " in text
     assert "sampling flags those of the engine?" in text and "name it with --draft" not in text
     run("--rerun 1", base=())  # the same figures
+
+
+def test_guesses_along_texts_do_not_depend_on_times(audit, written, pair_folder, monkeypatch):
+    """Nor where the flags of a record say so."""
+    rules = []
+    monkeypatch.setattr("experiments.settings.without_effect", lambda *_: {})
+    monkeypatch.setattr("lossless.audit.guesses_along", lambda method, *_, **__: rules.append(method.keywords["gamma"]))
+    for flag in "--draftLength costAware", "--tree auto":
+        audit(written / "target", f"--temperature 0.7 --writtenIn float32 --draft {pair_folder / 'draft'} {flag}")
+    assert list(map(type, rules)) == [Fixed, Fixed]
 
 
 def test_greedy_runs(audit, written):

@@ -336,7 +336,8 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
 USELESS = f"""
 --sweep --gamma 3 | --compare fixed --draftLength additive | --speedNew --draftLength fixed | --diversity --sentences 1
 --diversity --dataset wikitext | --speed --prompt x --promptLen 12 | --audit {__file__} --books 3
---audit {__file__} --maxLen 5 | --audit {__file__} --repeats 2
+--audit {__file__} --maxLen 5 | --audit {__file__} --repeats 2 | --audit {__file__} --draft x --tree auto
+--audit {__file__} --draftLength costAware
 --speed --plausibility 0.1 | --speed --draftThreshold 0.3 | --speed --gamma1 3 | --speed --ngram 2
 --speed --treeRule topDown | --speed --tree 2,1 --gamma 3 | --compare tree --treeRule=topDown
 --speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
