@@ -63,9 +63,11 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Texts that are decoded at a time."""
+        """Texts that are decoded, or guessed along, at a time."""
         if self.measuring.sweep == "batch":
             return max(BATCHES)
+        if self.measuring.audit:  # Along greedy texts nothing is guessed, nor in tokens that the target lacks.
+            return (self.measuring.batch or TEXTS) if self.draws and self.decoding.translation is None else 1
         if "lossless" not in self.measuring.groups:
             return self.measuring.batch or 1
         return min(self.measuring.batch or TEXTS, self.texts_at_once)
@@ -99,7 +101,7 @@ class Settings:
     @property
     def queues(self) -> bool:
         """Whether texts are a queue for several rows."""
-        return self.rows > 1 and bool(self.measuring.batch or self.measuring.sweep == "batch")
+        return self.rows > 1 and bool(self.measuring.groups and self.measuring.batch or self.measuring.sweep == "batch")
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,8 @@ from conftest import lines_of, one_line
 from test_specSampling import PROMPTS
 
 from decoding.drafter import Fixed
+from engine.cachedModel import CachedModel
+from experiments import loading
 from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
@@ -228,6 +230,19 @@ def test_guesses_along_texts_do_not_depend_on_times(audit, written, pair_folder,
     for flag in "--draftLength costAware", "--tree auto":
         audit(written / "target", f"--temperature 0.7 --writtenIn float32 --draft {pair_folder / 'draft'} {flag}")
     assert list(map(type, rules)) == [Fixed, Fixed]
+
+
+@pytest.mark.parametrize("flags, rows", [("", 4), ("--batch 3", 3)])
+def test_the_caches_of_guesses_along_texts_are_counted(audit, written, tmp_path, monkeypatch, flags, rows):
+    """Those of all rows. A smaller --batch needs less."""
+    counted, taken, choose, reserve = [], [], loading.choose_devices, CachedModel.reserve
+    monkeypatch.setattr(loading, "choose_devices", lambda *given: counted.append(given[4:7]) or choose(*given))
+    monkeypatch.setattr(CachedModel, "reserve", lambda self, *shape: taken.append(shape) or reserve(self, *shape))
+    (tmp_path / "few").write_text("".join((written / "target").read_text().splitlines(True)[:4]))
+    audit(tmp_path / "few", f"--temperature 0.7 --writtenIn float32 {flags}")
+    length = 3 + 40  # of the longest prompt and text
+    assert taken == [(rows, length)] * len(taken) and taken
+    assert counted == [(rows * length, [], 2 * 2 * 32 * 4 * rows * length)]  # keys and values, layers, width, bytes
 
 
 def test_greedy_runs(audit, written):

@@ -257,7 +257,7 @@ CLASHES = """
 --show --contrastive --top_p 0.5 | --lossless --repeats 2 | --steps --repeats 2 | --steps --maxLen 9
 --steps --sentences 2 | --steps --verification block | --steps --acceptance 0.5
 --audit x --draft d --verification block | --audit x --draft d --tree 2,1 --treeRule topDown
---audit x --temperature 0 --gamma 3 | --diversity --temperature 0 --repeats 2
+--audit x --temperature 0 --gamma 3 | --audit x --temperature 0 --batch 3 | --diversity --temperature 0 --repeats 2
 """
 
 
@@ -369,7 +369,8 @@ USEFUL = f"""
 --lossless self,head --draftTop_p 0.5 --draftBits 4 | --ppl --diversity --dataset wikitext --sentences 3
 --show --prompt x --gamma 3
 --audit {__file__} --gamma 3 | --audit {__file__} --draft bundled-draft --tree 2,1 | --audit {__file__} --ngram 2
---audit {__file__} --temperature 1 --top_k 5 --seed 3 | --speed --ppl --temperature 0.3 --stride 300 --repeats 2
+--audit {__file__} --batch 8 | --audit {__file__} --temperature 1 --top_k 5 --seed 3
+--speed --ppl --temperature 0.3 --stride 300 --repeats 2
 --compare cascade --mid bundled-mid --draft bundled-draft --draftDevice cpu | --ppl --draftDevice cpu --out x
 --lossless self --draftVocab 9 --target bundled-target --draft bundled-draft | --show --mid self --speedMulti --draft x
 --steps --draftVocab 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9
