@@ -55,8 +55,11 @@ TIMES = "modes that measure speed, and not --diversity", lambda run: run.measuri
 COPY = "the target's own copy (--draft self)", lambda run: {"self"} & {*vars(run.models).values(), *run.measuring.names}
 OTHERS = "methods of other programs", lambda run: any(":" in name for name in run.measuring.names)
 IN_BATCHES = (
-    "modes that measure speed, except --sweep and --steps, and for --lossless",
-    lambda run: run.measuring.groups.keys() & {*TIMED, "lossless"} - {"steps"} and not run.measuring.sweep,
+    "modes that measure speed, except --sweep and --steps, for --lossless, and for --audit of drawn texts",
+    lambda run: (
+        (run.measuring.groups.keys() & {*TIMED, "lossless"} - {"steps"} and not run.measuring.sweep)
+        or (run.measuring.audit and run.draws)
+    ),
 )
 
 
@@ -123,8 +126,8 @@ class Measuring:
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
-    prompt. For the modes that measure speed, except --sweep, and for --lossless. Default: 1; for --lossless all texts
-    of a call, 64."""
+    prompt. For the modes that measure speed, except --sweep, and for --lossless. For --audit: along how many texts
+    guesses are made at a time. Default: 1; for --lossless all texts of a call, 64; for --audit 64."""
     tokens: int | None = flag(whole(1), only=("--lossless", lambda settings: settings.measuring.lossless))
     """How many tokens of each method --lossless tests at least. Default: 100000."""
     seed: int = flag(whole(0, (1 << 62) - 1), 0)

@@ -86,6 +86,11 @@ class Inputs:
         return self.settings.decoding.translation
 
     @property
+    def compiles(self) -> bool:
+        """Whether models are compiled. An audit judges with eager ones: it is not timed."""
+        return self.settings.models.compile and not self.settings.measuring.audit
+
+    @property
     def generates(self) -> bool:
         """Whether transformers' own methods run."""
         return any(METHODS[name].engine == "generate" for name in self.settings.measuring.names)
@@ -170,7 +175,7 @@ class Inputs:
             device, spread = self.device_of(role), self.spread(role, dtype)
             if role == "target" and self.roles_of("self"):  # Its copy has a byte for each weight.
                 taken[device] += int(weight_bytes(folder, DTYPES[dtype]) / DTYPES[dtype].itemsize * (1 + SCALE))
-            if self.generates and self.settings.models.compile and device == "cpu":  # Compiling packs weights anew.
+            if self.generates and self.compiles and device == "cpu":  # Compiling packs weights anew.
                 taken[device] += weight_bytes(folder, DTYPES[dtype])
             used = caches[device], taken[device]
             choose_devices(folder, read_config(folder), dtype, device, self.tokens, spread, *used)
@@ -181,29 +186,27 @@ class Inputs:
         sizes = Counter[str]()
         for role, folder in self.folders.items() if self.slots else ():
             device = self.device_of(role)
-            kept_as = "float32" if device == "cpu" and not self.settings.models.compile else dtype
+            kept_as = "float32" if device == "cpu" and not self.compiles else dtype
             slots = self.slots * (GROWTH if role == "draft" and self.translation else 1)
             sizes[device] += cache_bytes(read_config(folder).get_text_config(), slots, DTYPES[kept_as])
         return sizes
 
     def load_as_timed(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
-        """`load`, and compile the models if the flags say so. An audit judges with eager ones. It is not timed."""
+        """`load`, and compile the models if the flags say so."""
         return self.as_timed(self.load(dtype, batches, roles), dtype, roles is None)
 
     def as_timed(self, models: LoadedModels, dtype: str, are_all: bool = True) -> LoadedModels:
         """The models that `load` returned, compiled if the flags say so. are_all: those of all roles."""
-        measuring = self.settings.measuring
-        compiles = self.settings.models.compile and not measuring.audit
         if are_all and self.generates:
             # Now, because compiling packs the layers.
             self.library = {role: library_twin(models[role].model) for role in self.folders}
         start = time.perf_counter()
-        if compiles:
+        if self.compiles:
             models["target"] = compiled(models["target"])
         packing = time.perf_counter() - start
         if "self" in models and self.settings.models.bits is None:
-            self.choose_bits(models, compiles)
-        if not compiles:
+            self.choose_bits(models)
+        if not self.compiles:
             return models
         start, target = time.perf_counter() - packing, models["target"]
         once = {id(model): model for model in models.values()}  # A copy of the target may have several roles.
@@ -214,7 +217,7 @@ class Inputs:
             print("Each step is compiled at its first use." if target.device.type == "cuda" else spent)
         return models
 
-    def choose_bits(self, models: LoadedModels, compiles: bool) -> None:
+    def choose_bits(self, models: LoadedModels) -> None:
         """Put the fastest copy of the target in the place of any other, and its number of bits into the settings: a
         repetition of the run does not measure it again."""
         target, copies, roles = models["target"], self.copies, self.roles_of("self")
@@ -222,7 +225,7 @@ class Inputs:
         for role in roles:
             del models[role]
         sampling, gamma = self.settings.sampling.of("compare"), self.settings.decoding.gamma_of("fixed")
-        make = partial(compiled, target=target) if compiles else lambda copy: copy
+        make = partial(compiled, target=target) if self.compiles else lambda copy: copy
         read = *self.rows, *self.article, *itertools.chain.from_iterable(passages for _, passages in self.texts)
         prompts = [*read, *(text.prompt + text.tokens for text in self.audited)]
         tried = trials(target, copies, prompts, sampling, gamma, make)

@@ -13,7 +13,7 @@ from experiments.flags import FLAGS, TIMED, Measuring, ModelChoice, Output, Samp
 from inputs.commandLine import filled, flags_of
 from inputs.models import default_for, default_pair
 from inputs.starting import Something
-from methods.catalogue import METHODS, Role, build, check_roles, choose
+from methods.catalogue import METHODS, Role, build, check_roles, choose, repeatable
 from methods.samplers import Decoding, tree_choice
 from utils import UserError
 
@@ -63,9 +63,11 @@ class Settings:
 
     @property
     def rows(self) -> int:
-        """Texts that are decoded at a time."""
+        """Texts that are decoded, or guessed along, at a time."""
         if self.measuring.sweep == "batch":
             return max(BATCHES)
+        if self.measuring.audit:  # Along greedy texts nothing is guessed, nor in tokens that the target lacks.
+            return (self.measuring.batch or TEXTS) if self.draws and self.decoding.translation is None else 1
         if "lossless" not in self.measuring.groups:
             return self.measuring.batch or 1
         return min(self.measuring.batch or TEXTS, self.texts_at_once)
@@ -75,6 +77,11 @@ class Settings:
         """Whether the texts of --audit, or of --diversity, are drawn."""
         sampling = self.sampling.of("audit" if self.measuring.audit else "diversity")
         return bool(sampling.temperature or self.decoding.contrastive_temperature)
+
+    @property
+    def guesses_along(self) -> str:
+        """The method that guesses along the texts of --audit. The seed must fix its guesses: it chooses by no times."""
+        return "speculative" if repeatable("speculative", self.decoding) else "fixed"
 
     @property
     def continues(self) -> bool:
@@ -94,7 +101,7 @@ class Settings:
     @property
     def queues(self) -> bool:
         """Whether texts are a queue for several rows."""
-        return self.rows > 1 and bool(self.measuring.batch or self.measuring.sweep == "batch")
+        return self.rows > 1 and bool(self.measuring.groups and self.measuring.batch or self.measuring.sweep == "batch")
 
     @property
     def tokens(self) -> int:
@@ -262,7 +269,7 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
     decoding = Watched(**vars(settings.decoding))
     build(["fixed"] if "sweep" in measuring.groups else [], models, decoding)
     read.discard("gamma")  # A sweep has its own numbers of guesses.
-    audited = ["speculative"] if drawn else []  # It guesses along drawn texts.
+    audited = [settings.guesses_along] if drawn else []
     build([*measuring.names, *audited], models, decoding)
     if audited:
         read -= {"verification", "tree_rule"}  # The text itself is the path.

@@ -39,8 +39,8 @@ class Auditor:
     target, order: as in `TextScorer`. unit: the unit roundoff of the arithmetic that wrote the texts. limit: the
     p-value below which a test rejects them: each rejects an exact sampler's text with at most that probability.
     guessing: the method that guesses along the texts, a partial function as in `guesses_along`; None: no guesses are
-    known. encoded: whether each text came without token ids, so that a few impossible tokens in it are no reason to
-    reject; empty: all had them.
+    known. batch: along how many texts it guesses at a time. encoded: whether each text came without token ids, so that
+    a few impossible tokens in it are no reason to reject; empty: all had them.
     """
 
     target: Any
@@ -50,6 +50,7 @@ class Auditor:
     limit: float = limit_of(1)
     processes: Processes = SINGLE
     guessing: Any = None
+    batch: int = ROWS
     encoded: Sequence[bool] = ()
 
     def drawn(self, prompts: Texts, texts: Texts, sampling: Sampling, lines: Sequence[int] = ()) -> AuditFigures:
@@ -104,7 +105,8 @@ class Auditor:
         def score(part: slice) -> Evidence:
             rows, generator = (prompts[part], texts[part]), torch.Generator(self.target.device)
             generator.manual_seed(self.seed + part.start)
-            guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, generator=generator)
+            options = {"generator": generator, "batch": self.batch}
+            guesses = self.guessing and guesses_along(self.guessing, *rows, sampling, **options)
             return scorer.evidence(*rows, part.start, guesses)
 
         parts = list(self.mapped(score, len(texts)))
@@ -130,7 +132,7 @@ def alike(u: np.ndarray) -> float:
     drawn with one seed share their random numbers: the mean of u at a position then varies too much."""
     counts = (~np.isnan(u)).sum(0)
     several = counts > 1
-    if several.sum() < 2:
+    if several.sum() < 2 or np.nanmin(u) == np.nanmax(u):  # Equal numbers have no variance to compare with.
         return 1.0
     # About their own mean, since that is 0.5 only if the texts are the target's.
     away = (np.nanmean(u[:, several], 0) - np.nanmean(u)) ** 2 / np.nanvar(u)
@@ -187,7 +189,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     sampling, order, guessing = settings.sampling.of("audit"), None, None
     if inputs.translation is None:  # A draft with a tokenizer of its own may have no room for the texts.
         order = models.get("draft")
-        guessing = build(["speculative"], dict(models), settings.decoding)["speculative"]
+        guessing = build([settings.guesses_along], dict(models), settings.decoding)[settings.guesses_along]
     auditor = Auditor(
         models["target"],
         order,
@@ -195,6 +197,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         seed=settings.measuring.seed,
         processes=inputs.processes,
         guessing=guessing,
+        batch=settings.rows,
         encoded=[text.was_text for text in texts],
     )
     rows = [text.prompt for text in texts], [text.tokens for text in texts]

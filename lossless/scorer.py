@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from decoding.drafter import Guesses
 from decoding.model import Model
-from decoding.rows import Rows
+from decoding.rows import EndOfText, Rows
 from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
@@ -234,6 +234,11 @@ class FollowingTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.target, name)
 
+    def ends(self) -> EndOfText:
+        """The `end_of_text` that ends each text at its last token."""
+        counts = [itertools.count(1) for _ in self.texts]
+        return lambda number, token: next(counts[number]) == len(self.texts[number])
+
     def first_token(self, rows: Rows, sampling: Sampling) -> None:
         self.rows = rows
         self.target.prefill(rows)
@@ -286,13 +291,18 @@ def guesses_along(sampler: Any, prompts: Texts, texts: Texts, sampling: Sampling
     sampler: a partial function of `specSampling` or `treeSampling`, that wrote none of the texts: otherwise where it
     guesses could depend on them. options: its other arguments.
     """
-    target = FollowingTarget(sampler.keywords["target"], texts)
-    counts = [itertools.count(1) for _ in texts]
-
-    def ends(number: int, token: int) -> bool:
-        return next(counts[number]) == len(texts[number])
-
+    guesses = np.full((len(texts), max(map(len, texts)), PLACES), -1)
     context = min(model.context for model in (sampler.keywords["target"], *sampler.keywords["drafter"].models))
-    most = min(max(map(len, texts)), context - max(map(len, prompts)))  # What is beyond has no guesses.
-    sampler(prompts, target=target, max_len=most, sampling=sampling, end_of_text=ends, **options)
-    return target.guesses
+    # Tokens beyond the context have no guesses.
+    room = [min(len(text), context - len(prompt)) for prompt, text in zip(prompts, texts)]
+    waiting = [number for number in range(len(texts)) if room[number] > 0]
+    while waiting:
+        # In a call, each prompt needs room for the longest text. Texts whose prompts are too long for that wait.
+        most = max(room[number] for number in waiting)
+        group = [number for number in waiting if len(prompts[number]) + most <= context]
+        waiting = [number for number in waiting if number not in group]
+        target = FollowingTarget(sampler.keywords["target"], [texts[number][: room[number]] for number in group])
+        rows = [prompts[number] for number in group]
+        sampler(rows, target=target, max_len=most, sampling=sampling, end_of_text=target.ends(), **options)
+        guesses[group, :most] = target.guesses
+    return guesses

@@ -244,16 +244,18 @@ def sweep_tables(run: RunLine, lines: Sequence[Line]) -> Iterator[Table]:
         if "target" in {line["method"] for line in timed}:  # Else the run was stopped before it.
             prediction = predict(timed, cost)
             scoring = ", ".join(f"{v:.2f}" for v in cost["scoring"])
-            overlap = "-" if cost["alpha"] is None else f"{cost['alpha']:.3f}"
+            alphas = prediction["alpha"], cost["alpha"]  # nan where nothing was guessed, None with --acceptance
+            counted, overlap = ("-" if alpha is None or alpha != alpha else f"{alpha:.3f}" for alpha in alphas)
             best = f"{prediction['best']}{' or more' * (prediction['best'] == MOST_GUESSES)}"
+            by_paper = f"; by it, gamma {best} is best" if alphas[0] == alphas[0] else ""
             notes = (
-                f"alpha: {prediction['alpha']:.3f} by counting, {overlap} as the mean of the sum of min(p, q). c: "
+                f"alpha: {counted} by counting, {overlap} as the mean of the sum of min(p, q). c: "
                 f"{prediction['c']:.3f}. Scoring 1, 2, 3 ... tokens costs {scoring} times as much as one. theory: "
                 "expected tokens a round / (c for each guess in it + the cost of scoring these and one more token), "
                 "where c is the time of a draft step over that of a plain step; with --lookupFirst it counts for "
                 "guesses from the text too. the paper's: theorem 3.8, which takes every round to have gamma guesses, "
                 "each accepted with probability alpha, independently of the others, and scoring to cost as much as one "
-                f"token; by it, gamma {best} is best. " + OVERLAPS
+                f"token{by_paper}. " + OVERLAPS
             )
             yield replace(sweep_table(run, timed, prediction), notes=notes)
 

@@ -11,6 +11,9 @@ import torch
 from conftest import lines_of, one_line, refused
 from test_specSampling import PROMPTS
 
+from decoding.drafter import Fixed
+from engine.cachedModel import CachedModel
+from experiments import loading
 from inputs.models import load_model, load_tokenizer, model_limits
 from inputs.texts import read_texts, write_texts
 from lossless import scorer as scoring
@@ -220,6 +223,29 @@ def test_a_run_says_no_and_why(audit, run, pair_folder, written):
     run("--rerun 1", base=())  # the same figures
 
 
+def test_guesses_along_texts_do_not_depend_on_times(audit, written, pair_folder, monkeypatch):
+    """Nor where the flags of a record say so."""
+    rules = []
+    monkeypatch.setattr("experiments.settings.without_effect", lambda *_: {})
+    monkeypatch.setattr("lossless.audit.guesses_along", lambda method, *_, **__: rules.append(method.keywords["gamma"]))
+    for flag in "--draftLength costAware", "--tree auto":
+        audit(written / "target", f"--temperature 0.7 --writtenIn float32 --draft {pair_folder / 'draft'} {flag}")
+    assert list(map(type, rules)) == [Fixed, Fixed]
+
+
+@pytest.mark.parametrize("flags, rows", [("", 4), ("--batch 3", 3)])
+def test_the_caches_of_guesses_along_texts_are_counted(audit, written, tmp_path, monkeypatch, flags, rows):
+    """Those of all rows. A smaller --batch needs less."""
+    counted, taken, choose, reserve = [], [], loading.choose_devices, CachedModel.reserve
+    monkeypatch.setattr(loading, "choose_devices", lambda *given: counted.append(given[4:7]) or choose(*given))
+    monkeypatch.setattr(CachedModel, "reserve", lambda self, *shape: taken.append(shape) or reserve(self, *shape))
+    (tmp_path / "few").write_text("".join((written / "target").read_text().splitlines(True)[:4]))
+    audit(tmp_path / "few", f"--temperature 0.7 --writtenIn float32 {flags}")
+    length = 3 + 40  # of the longest prompt and text
+    assert taken == [(rows, length)] * len(taken) and taken
+    assert counted == [(rows * length, [], 2 * 2 * 32 * 4 * rows * length)]  # keys and values, layers, width, bytes
+
+
 def test_greedy_runs(audit, written):
     flags = "--temperature 0 --writtenIn float32"
     line, text = audit(written / "greedy", flags)
@@ -303,6 +329,8 @@ def test_equal_numbers_at_a_position_are_alike_and_independent_ones_are_not():
     u[5:, 150:] = np.nan
     assert alike(u) > 0.01 and alike(np.broadcast_to(random.random(200), (40, 200))) < 1e-9
     assert alike(u[:1]) == 1.0  # One text has nothing to be like.
+    # Tokens that are all the least probable: their numbers are equal at all positions.
+    assert alike(np.full((3, 4), 1 - 1e-7)) == alike(np.full((2, 2), 0.5)) == alike(np.full((2, 2), np.nan)) == 1.0
     assert alike(u**0.8) > 0.01  # of a sampler at another temperature
     p = [alike(random.random((30, 50))) for _ in range(400)]
     assert abs(np.mean(np.array(p) < 0.05) - 0.05) < 0.04

@@ -257,7 +257,7 @@ CLASHES = """
 --show --contrastive --top_p 0.5 | --lossless --repeats 2 | --steps --repeats 2 | --steps --maxLen 9
 --steps --sentences 2 | --steps --verification block | --steps --acceptance 0.5
 --audit x --draft d --verification block | --audit x --draft d --tree 2,1 --treeRule topDown
---audit x --temperature 0 --gamma 3 | --diversity --temperature 0 --repeats 2
+--audit x --temperature 0 --gamma 3 | --audit x --temperature 0 --batch 3 | --diversity --temperature 0 --repeats 2
 """
 
 
@@ -336,7 +336,8 @@ def test_a_method_is_one_entry_of_the_catalogue(monkeypatch):
 USELESS = f"""
 --sweep --gamma 3 | --compare fixed --draftLength additive | --speedNew --draftLength fixed | --diversity --sentences 1
 --diversity --dataset wikitext | --speed --prompt x --promptLen 12 | --audit {__file__} --books 3
---audit {__file__} --maxLen 5 | --audit {__file__} --repeats 2
+--audit {__file__} --maxLen 5 | --audit {__file__} --repeats 2 | --audit {__file__} --draft x --tree auto
+--audit {__file__} --draftLength costAware
 --speed --plausibility 0.1 | --speed --draftThreshold 0.3 | --speed --gamma1 3 | --speed --ngram 2
 --speed --treeRule topDown | --speed --tree 2,1 --gamma 3 | --compare tree --treeRule=topDown
 --speed --draft lookup --lookupFirst | --speed --draft lookup --draftTop_p 0.5 | --ppl --verification block
@@ -368,7 +369,8 @@ USEFUL = f"""
 --lossless self,head --draftTop_p 0.5 --draftBits 4 | --ppl --diversity --dataset wikitext --sentences 3
 --show --prompt x --gamma 3
 --audit {__file__} --gamma 3 | --audit {__file__} --draft bundled-draft --tree 2,1 | --audit {__file__} --ngram 2
---audit {__file__} --temperature 1 --top_k 5 --seed 3 | --speed --ppl --temperature 0.3 --stride 300 --repeats 2
+--audit {__file__} --batch 8 | --audit {__file__} --temperature 1 --top_k 5 --seed 3
+--speed --ppl --temperature 0.3 --stride 300 --repeats 2
 --compare cascade --mid bundled-mid --draft bundled-draft --draftDevice cpu | --ppl --draftDevice cpu --out x
 --lossless self --draftVocab 9 --target bundled-target --draft bundled-draft | --show --mid self --speedMulti --draft x
 --steps --draftVocab 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9

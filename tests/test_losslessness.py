@@ -373,6 +373,17 @@ def test_guesses_are_noted_where_the_text_goes():
     assert following.guesses[1, 1, :2].tolist() == [-1, 5]
 
 
+def test_a_long_prompt_costs_no_other_text_its_guesses(pair):
+    """Only tokens that are beyond the context themselves have no guesses."""
+    (target, draft), context = pair, pair[0].context
+    prompts, texts = [[5], [3] * (context - 2), [7, 9], [4] * context], [[1] * 20, [2] * 6, [6] * 30, [8]]
+    sampler = partial(specSampling, target=target, drafter=ModelDrafter(draft))
+    generator = torch.Generator().manual_seed(0)
+    guesses = guesses_along(sampler, prompts, texts, Sampling(1.0, 0, 1.0), generator=generator)
+    guessed = (guesses >= 0).any(2).sum(1)
+    assert guesses.shape[:2] == (4, 30) and guessed[0] > 15 and guessed[2] > 25 and guessed[1] == guessed[3] == 0
+
+
 @pytest.mark.parametrize("n", [20, 200, 2000])
 @pytest.mark.parametrize("p", [0.3, 0.01, 1e-4, 1e-5])
 def test_p_values_of_few_and_of_rare_events_are_no_smaller_than_they_may_be(n, p):
