@@ -26,7 +26,7 @@ from methods.lookup import LookupDrafter, LookupFirst
 from methods.samplers import Decoding, chains, trees
 from methods.treeSampling import TreeDrafter, treeSampling
 from report import figures
-from report.runTables import batch_table, sweep_table
+from report.runTables import batch_table, sweep_table, sweep_tables
 from specSampling import specSampling
 from utils import Sampling, probabilities, residual
 
@@ -74,6 +74,10 @@ def test_texts_of_a_single_token_have_dashes_in_the_table_of_a_run_that_was_stop
     _, row = sweep_table({"flags": {}, "models": {}}, lines, found).rows
     assert [str(cell) for cell in row] == ["1", "1.00", "10.0", "1.00", "1.00", "1.00", *"--", "1.00", "1.00"]
     assert theory.predict(lines[:2], costs)["rows"] == []
+    given = CONDITIONS | {"kind": "costs", "of": "sweep", "alpha": float("nan")} | costs
+    sweep_lines = [CONDITIONS | {"kind": "speed", "repeatable": True} | line for line in lines]
+    (table,) = sweep_tables({"flags": {}, "models": {}}, [given, *sweep_lines])
+    assert "alpha: - by counting, - as the mean" in table.notes and "by it, gamma" not in table.notes
 
 
 # Over batches.
