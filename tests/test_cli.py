@@ -295,6 +295,15 @@ def test_modes_measure_their_methods(run, pair_folder, mode, measured):
     assert methods_of(lines) == measured and ("mid" in record["models"]) == ("--mid" in mode)
 
 
+@pytest.mark.parametrize("kind", ["speed", "queue"])
+def test_contrastive_texts_have_the_temperature_that_drew_them(run, tmp_path, kind):
+    flags = "--contrastive --contrastiveTemperature 0.7 --temperature 0.5 --top_p 0.8 --maxLen 3"
+    lines = of_kind(run(flags + " --batch 2" * (kind == "queue")), kind)
+    own = dict.fromkeys(("contrastive", "speculativeContrastive"), (0.7, 1.0))
+    assert {line["method"]: (line["temperature"], line["top_p"]) for line in lines} == {"target": (0.5, 0.8), **own}
+    assert "temperature 0.5, top_p 0.8" in (tmp_path / "results.txt").read_text().replace("\n", " ")
+
+
 def test_the_sweep_writes_its_figure_and_names_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 4))
     lines = run("--sweep --sentences 1 --repeats 1 --temperature 0 1")
@@ -345,6 +354,7 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
         assert {m["prompts"] for m in lines} == {prompts}
         each = {m["method"]: m["each"] for m in lines}
         assert each["contrastive"] == each["speculativeContrastive"]
+        assert {m["method"] for m in lines if not m["temperature"]} == single.keys()
     assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
 
 
