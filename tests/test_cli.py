@@ -14,11 +14,11 @@ import pytest
 import test_headRuns
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
+from conftest import CONTEXT, PADDED, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
 from localHub import Repository
 
 from engine.cachedModel import CachedModel
-from experiments import settings, sweep
+from experiments import prepare, settings, sweep
 from experiments.prepare import load_inputs
 from experiments.processes import SINGLE
 from experiments.schema import name_of_kind
@@ -293,6 +293,21 @@ def test_what_is_lacking_is_said(run, flags, pair_folder, tmp_path, capsys):
 def test_modes_measure_their_methods(run, pair_folder, mode, measured):
     record, *lines = run(mode.format(draft=pair_folder / "draft"))
     assert methods_of(lines) == measured and ("mid" in record["models"]) == ("--mid" in mode)
+
+
+def test_all_leaves_out_what_a_model_cannot_do(run, model_folder, capsys):
+    """It counts slots as positions. A tree that is asked for by name is refused."""
+    bloom = helpers.tiny("bloom", vocabulary=PADDED, attn_implementation="eager")
+    bloom.model.save_pretrained(model_folder)
+    lines = run("--compare all --maxLen 3 --sentences 1 --target", model_folder)
+    assert methods_of(lines) == EVERY - {"cascade", "tree", "self"}
+    assert "model reads no trees of guesses: all leaves out tree.\n" in capsys.readouterr().out
+    run("--compare all,tree --maxLen 3 --sentences 1 --target", model_folder, code=2)
+    assert "out tree" not in one_line(capsys, "model cannot verify trees of guesses").out
+    few = settings.parse(["--lossless", "all", "--target", str(model_folder), "--draft", str(model_folder)])
+    few = prepare.without_impossible(few, {"target": model_folder, "draft": model_folder})
+    assert "model reads no trees of guesses: all leaves out topDown and tree.\n" in capsys.readouterr().out
+    assert "block" in few.measuring.names and not {"tree", "topDown", "self"} & few.measuring.names
 
 
 @pytest.mark.parametrize("kind", ["speed", "queue"])
