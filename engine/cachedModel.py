@@ -283,10 +283,10 @@ class Ungated(CachedModel):
     passes_gate = False
 
 
-def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> None:
-    """Raise UserError if models of class `kind` with this configuration are not decoded correctly, if this is known
-    before they are loaded."""
-    reads_trees(config, kind, Ungated)
+def check_kind(config: PretrainedConfig, kind: type[PreTrainedModel]) -> bool | None:
+    """Whether models of class `kind` with this configuration read trees of guesses; None if that is not known before
+    they are loaded. Raises UserError if it is known that they are not decoded correctly."""
+    return reads_trees(config, kind, Ungated)
 
 
 class UncachedModel(Model):

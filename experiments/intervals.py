@@ -170,7 +170,8 @@ def too_fast(texts: Iterable[SpeedLine]) -> Iterator[str]:
     """What cannot be right: speed-ups above the tokens of a round."""
     groups = defaultdict[Any, list[SpeedLine]](list)
     for text in texts:
-        groups[text["mode"], text["promptLen"], text["temperature"]].append(text)
+        swept = text["temperature"] if text["mode"] == "sweep" else None  # Elsewhere methods may have their own.
+        groups[text["mode"], text["promptLen"], swept].append(text)
     for row in itertools.chain.from_iterable(map(summarize, groups.values())):
         if row["drafted"] and row["speedup"].low > (most := row["tokens_per_round"].high):
             fast = f"{row['method']} is {row['speedup'].middle:.2f} times as fast as plain decoding"

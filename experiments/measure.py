@@ -91,6 +91,13 @@ def time_group(
         measured = time_texts(*options, batch, warm_up=1)
     else:
         measured = processes.merged(time_texts(*options, numbers=processes.share(prompts)))
+    of_scores = inputs.settings.decoding.sampling_of_scores
+    of_contrasts: Any = {**conditions, "temperature": of_scores.temperature, "top_p": of_scores.top_p}
+
+    def used(name: str) -> Conditions:
+        """The conditions of a method's texts: contrastive decoding takes no flags of sampling."""
+        return of_contrasts if name in METHODS and METHODS[name].contrasts else conditions
+
     with Bar(mode, len(methods) * len(prompts) * repeats) as bar:
         for texts, queue in measured:
             for text in texts:
@@ -102,9 +109,9 @@ def time_group(
                     if processes.count > 1:
                         text["rank"] = text["prompt"] % processes.count  # `Processes.share`
                     known = repeatable(text["method"], inputs.settings.decoding)
-                    append({"kind": "speed", "repeatable": known, **conditions, **text})
+                    append({"kind": "speed", "repeatable": known, **used(text["method"]), **text})
             if queue and queue["seconds"] == queue["seconds"]:
-                append({"kind": "queue", **conditions, **queue})
+                append({"kind": "queue", **used(queue["method"]), **queue})
 
 
 def as_timed(sampler: Sampler, max_len: int, sampling: Sampling) -> Timed:
@@ -167,13 +174,13 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
     sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
     samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)
     target, repeats = samplers.pop("target"), settings.measuring.repeats_of("diversity")
-    drawn = repeats if sampling.temperature else 1
-    contrasted = repeats if settings.decoding.contrastive_temperature else 1
-    runs = {"naive": (target, sampling, drawn)}
-    runs |= {name: (s, sampling, contrasted if METHODS[name].contrasts else drawn) for name, s in samplers.items()}
-    runs["greedy"] = target, GREEDY, 1
-    with Bar("diversity", sum(count for *_, count in runs.values()) * len(prompts)) as bar:
-        for name, (sampler, sampling, count) in runs.items():
+    runs = {"naive": (target, sampling)}
+    of_scores = settings.decoding.sampling_of_scores
+    runs |= {name: (s, of_scores if METHODS[name].contrasts else sampling) for name, s in samplers.items()}
+    runs["greedy"] = target, GREEDY
+    counts_of = {name: repeats if sampling.temperature else 1 for name, (_, sampling) in runs.items()}
+    with Bar("diversity", sum(counts_of.values()) * len(prompts)) as bar:
+        for name, (sampler, sampling) in runs.items():
 
             def write(repeat: int) -> tuple[list[list[int]], list[dict[str, float]]]:
                 """One text of each prompt, and the figures of each."""
@@ -183,7 +190,7 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
                 return texts, [diversity_figures(p, t, tokenizer, models["target"]) for p, t in zip(prompts, texts)]
 
             texts, figures = list[list[int]](), list[dict[str, float]]()
-            for written, measured in inputs.processes.mapped(write, range(count)):
+            for written, measured in inputs.processes.mapped(write, range(counts_of[name])):
                 texts += written
                 figures += measured
                 bar.update(len(prompts))

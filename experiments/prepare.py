@@ -16,11 +16,12 @@ from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
 from inputs import models, texts
+from inputs.commandLine import visible
 from inputs.devices import check_device, pick_dtype
 from inputs.models import find_model, holds_head, load_tokenizer
 from inputs.randomModels import write_random
 from inputs.texts import read_texts
-from methods.catalogue import METHODS
+from methods.catalogue import METHODS, Role
 from methods.otherTokenizer import Translation
 from utils import UserError
 
@@ -50,6 +51,7 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     questions = [] if chosen.prompts is None else texts.read_questions(chosen.prompts)
     # The models' folders, and their tokenizers.
     folders = processes.in_turn(lambda: find_models(settings))
+    settings = without_impossible(settings, folders)
     tokenizer = load_tokenizer(folders["target"])
     ends = models.end_tokens(folders["target"], tokenizer)
     translation = translation_of(settings, folders, tokenizer)
@@ -147,6 +149,25 @@ def find_models(settings: Settings) -> dict[str, Path]:
     if contrasts and folders["target"] == folders.get("draft"):
         raise UserError("contrastive decoding needs two models: --target and --draft are the same")
     return folders
+
+
+def without_impossible(settings: Settings, folders: dict[str, Path]) -> Settings:
+    """The settings without the methods of "all" that these models cannot decode by. A line says so."""
+    measuring, impossible = settings.measuring, set[str]()
+    named = {name.strip() for names in (measuring.compare, measuring.lossless) for name in (names or "").split(",")}
+    of_all = [METHODS[name] for name in sorted(measuring.names - named)]
+    trees, copies = [m for m in of_all if m.grows_trees], [m for m in of_all if Role.SELF in m.needs]
+    for methods, roles, lacks, what in (
+        (trees, ("target", "draft"), models.reads_no_trees, "reads no trees of guesses"),
+        (copies, ("target",), models.has_no_copy, "is of a type that has no copy in few bits"),
+    ):
+        lacking = [folders[role] for role in roles if methods and role in folders and lacks(folders[role])]
+        if lacking:
+            left_out = [method.name for method in methods]
+            print(f"{visible(lacking[0].name, '')} {what}: all leaves out {' and '.join(left_out)}.")
+            impossible.update(left_out)
+    groups = {mode: [name for name in names if name not in impossible] for mode, names in measuring.groups.items()}
+    return replace(settings, measuring=replace(measuring, groups=groups))
 
 
 def translation_of(

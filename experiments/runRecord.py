@@ -152,9 +152,9 @@ def strained(run: RunLine, lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"The machine was busy as the run began ({about}): times are too long."
     times = defaultdict(list)
     for line in lines:
-        if line["kind"] == "speed" and line["tpot"]:
-            times[line["method"]].append(line["tpot"])
-    if unsteady := [method for method, values in times.items() if max(values) > 10 * min(values)]:
+        if line["kind"] == "speed" and line["tpot"]:  # A token takes longer after a longer prompt.
+            times[line["method"], line["mode"], line["promptLen"]].append(line["tpot"])
+    if unsteady := dict.fromkeys(method for (method, *_), tpots in times.items() if max(tpots) > 10 * min(tpots)):
         yield f"Times per token vary more than tenfold ({', '.join(unsteady)}): was the machine busy? Measure again."
     if stalled := sum(line.get("stalled", 0) > 0 for line in lines):
         were = "was" if stalled == 1 else "were"
@@ -288,7 +288,7 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
     the differences, and whether everything is equal."""
     old, fresh = comparable(lines), comparable(new)
     sentences, same = [f"Run {earlier['run']} again, as {run['run']}:"], True
-    for what, hashed in ("texts", True), ("figures", False):
+    for what, hashed in ("text", True), ("figure", False):
         figures = {name: COMPARED[name_of_kind(line)] for name, line in old.items() if name in fresh}
         names = [name for name, figure in figures.items() if (figure == "sha256") == hashed]
         differing = [name for name in names if not agree(old[name][figures[name]], fresh[name][figures[name]])]
@@ -299,16 +299,19 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
                 reason = " (the text that is read has changed)"
             elif before.get("dtype") != now["dtype"]:
                 reason = f" (in {before.get('dtype')} then, in {now['dtype']} now)"
-            sentences.append(f"{len(differing)} of {len(names)} {what} differ, first {differing[0]}{reason}.")
+            counts = f"{len(differing)} of {counted(len(names), what)} differ{'s' * (len(differing) == 1)}"
+            sentences.append(f"{counts}, first {differing[0]}{reason}.")
         elif names:
-            sentences.append(f"all {len(names)} {what} are the same.")
+            are = f"all {len(names)} {what}s are" if names[1:] else f"the only {what} is"
+            sentences.append(f"{are} the same.")
         same &= not differing
     if lacking := [name for name in old if name not in fresh]:
-        sentences.append(f"{len(lacking)} were not measured again, first {lacking[0]}.")
+        were = "was" if len(lacking) == 1 else "were"
+        sentences.append(f"{len(lacking)} {were} not measured again, first {lacking[0]}.")
     if clocked := sum(not line.get("repeatable", True) for line in lines):
         why_not = "the guesses of costAware and --tree auto follow the clock, and their texts too; "
         why_not += "other programs' texts are not fixed by the seed"
-        sentences.append(f"{clocked} are left out: {why_not}.")
+        sentences.append(f"{clocked} {'is' if clocked == 1 else 'are'} left out: {why_not}.")
     return sentences, same and not lacking
 
 

@@ -84,7 +84,7 @@ class Conditions(TypedDict):
     mode: str
     maxLen: int
     gamma: int | None  # None: each method has its own
-    temperature: float
+    temperature: float  # as the flags say; of contrastive decoding its own, as is top_p
     top_p: float
 
 

@@ -218,6 +218,8 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     texts = settings.output.texts
     closed = texts and not os.access(texts, os.W_OK)
     yield closed, f"--texts {texts} is a folder that you may not write to; name another"
+    several = bool(texts) and len(settings.texts.prompt_lengths) > 1
+    yield several, "--texts keeps the texts of one prompt length, each method's in a file; give one --promptLen"
     untimed = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played
     coin = "--acceptance is for measuring speed: its text is not the target's; leave out the other things to do"
     yield decoding.acceptance is not None and untimed, coin

@@ -27,6 +27,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from engine.cachedModel import CachedModel, check_kind, context_of
+from engine.decoderLayers import NAMES
 from inputs import files
 from inputs.commandLine import did_you_mean, visible
 from inputs.devices import available_memory
@@ -150,6 +151,19 @@ def read_config(folder: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.get_text_config()  # Raises ValueError for a model that reads and writes texts of two kinds (MusicGen).
         return config
+
+
+def reads_no_trees(folder: Path) -> bool:
+    """Whether it is known that the model in `folder` reads no trees of guesses. Raises UserError as `check_kind`."""
+    config = read_config(folder)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return kind is not None and check_kind(config, kind) is False
+
+
+def has_no_copy(folder: Path) -> bool:
+    """Whether nothing is known of the layers of the model in `folder`, so that it has no copy in few bits."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(read_config(folder)), object)
+    return not any(each.__name__ in NAMES for each in kind.__mro__)
 
 
 def load_model(

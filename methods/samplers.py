@@ -86,6 +86,11 @@ class Decoding:
     own_copy: bool = False
     translation: Translation | None = None
 
+    @property
+    def sampling_of_scores(self) -> Sampling:
+        """How contrastive decoding draws tokens."""
+        return Sampling(self.contrastive_temperature, 0, 1.0)
+
     def gamma_of(self, rule: str, looks_up: bool = False) -> int:
         """--gamma, or its default for a draft-length rule. looks_up: prompt lookup guesses."""
         default = 10 if looks_up and rule == "fixed" else parameters_of(rule)["length"].default
@@ -206,6 +211,5 @@ def without_cache(models: Models, decoding: Decoding, make: Maker) -> Sampler:
 def contrastive(models: Models, decoding: Decoding, make: Maker) -> Sampler:
     """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
     contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
-    sampler = make(models | {"target": contrast}, decoding)
-    of_scores = Sampling(decoding.contrastive_temperature, 0, 1.0)
+    sampler, of_scores = make(models | {"target": contrast}, decoding), decoding.sampling_of_scores
     return lambda prefixes, sampling, **options: sampler(prefixes, sampling=of_scores, **options)

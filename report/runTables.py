@@ -78,7 +78,8 @@ ALPHAS = (0.4, 0.6, 0.8)  # of the speed-ups that the costs of a round allow, wh
 
 def conditions(run: RunLine, lines: Sequence[SpeedLine]) -> str:
     """How many prompts were timed, the flags that matter for the times, and the dtype."""
-    first: Mapping[str, Any] = lines[0]
+    # Contrastive decoding has a temperature of its own.
+    first: Mapping[str, Any] = next((line for line in lines if line["method"] == "target"), lines[0])
     values = {name: first.get(name, run["flags"].get(name, default)) for name, default in SHOWN.items()}
     if values["tree"] and first["mode"] == "speed":  # The one method with guesses guesses trees.
         values["gamma"] = None

@@ -14,11 +14,11 @@ import pytest
 import test_headRuns
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
+from conftest import CONTEXT, PADDED, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
 from localHub import Repository
 
 from engine.cachedModel import CachedModel
-from experiments import settings, sweep
+from experiments import prepare, settings, sweep
 from experiments.prepare import load_inputs
 from experiments.processes import SINGLE
 from experiments.schema import name_of_kind
@@ -295,6 +295,30 @@ def test_modes_measure_their_methods(run, pair_folder, mode, measured):
     assert methods_of(lines) == measured and ("mid" in record["models"]) == ("--mid" in mode)
 
 
+def test_all_leaves_out_what_a_model_cannot_do(run, model_folder, capsys):
+    """It counts slots as positions. A tree that is asked for by name is refused."""
+    bloom = helpers.tiny("bloom", vocabulary=PADDED, attn_implementation="eager")
+    bloom.model.save_pretrained(model_folder)
+    lines = run("--compare all --maxLen 3 --sentences 1 --target", model_folder)
+    assert methods_of(lines) == EVERY - {"cascade", "tree", "self"}
+    assert "model reads no trees of guesses: all leaves out tree.\n" in capsys.readouterr().out
+    run("--compare all,tree --maxLen 3 --sentences 1 --target", model_folder, code=2)
+    assert "out tree" not in one_line(capsys, "model cannot verify trees of guesses").out
+    few = settings.parse(["--lossless", "all", "--target", str(model_folder), "--draft", str(model_folder)])
+    few = prepare.without_impossible(few, {"target": model_folder, "draft": model_folder})
+    assert "model reads no trees of guesses: all leaves out topDown and tree.\n" in capsys.readouterr().out
+    assert "block" in few.measuring.names and not {"tree", "topDown", "self"} & few.measuring.names
+
+
+@pytest.mark.parametrize("kind", ["speed", "queue"])
+def test_contrastive_texts_have_the_temperature_that_drew_them(run, tmp_path, kind):
+    flags = "--contrastive --contrastiveTemperature 0.7 --temperature 0.5 --top_p 0.8 --maxLen 3"
+    lines = of_kind(run(flags + " --batch 2" * (kind == "queue")), kind)
+    own = dict.fromkeys(("contrastive", "speculativeContrastive"), (0.7, 1.0))
+    assert {line["method"]: (line["temperature"], line["top_p"]) for line in lines} == {"target": (0.5, 0.8), **own}
+    assert "temperature 0.5, top_p 0.8" in (tmp_path / "results.txt").read_text().replace("\n", " ")
+
+
 def test_the_sweep_writes_its_figure_and_names_it(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 4))
     lines = run("--sweep --sentences 1 --repeats 1 --temperature 0 1")
@@ -345,6 +369,7 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
         assert {m["prompts"] for m in lines} == {prompts}
         each = {m["method"]: m["each"] for m in lines}
         assert each["contrastive"] == each["speculativeContrastive"]
+        assert {m["method"] for m in lines if not m["temperature"]} == single.keys()
     assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
 
 

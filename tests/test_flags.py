@@ -237,6 +237,7 @@ CLASHES = """
 --tree auto --draftLength additive | --tree auto --sweep | --speedMulti
 --speed 0 --draft lookup | --speed 0 --prompts sample | --show --steps | --html x.html --steps | --chat --steps
 --steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
+--compare llama.cpp --texts . --promptLen 8 9
 --show --speed | --show --ppl | --show --sweep | --html x.html --compare all
 --show --diversity | --show --speedMulti | --show --speedNew --contrastive
 --mid lookup --speedMulti

@@ -443,19 +443,27 @@ def test_weights_are_read_and_cut(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(config | older))
     assert (Weights(tmp_path, 100).rotary, Weights(tmp_path, 100).theta) == (weights.rotary, weights.theta)
     config["rope_parameters"] = rope
+    llama = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
+    (tmp_path / "config.json").write_text(json.dumps(config | llama))
+    assert Weights(tmp_path, 100).rotary == 8  # transformers rotates whole heads, whatever the file of a Llama says.
     scaled = {"rope_parameters": config["rope_parameters"] | {"rope_type": "llama3"}}
-    for change, words in ({"model_type": "gpt2"}, "not gpt2$"), (scaled, "type llama3 are not converted$"):
+    for change, words in (
+        ({"model_type": "gpt2"}, "not gpt2$"),
+        (scaled, "type llama3 are not converted$"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "type linear are not converted$"),  # read first
+        ({"hidden_act": "relu"}, "the activation relu are not converted$"),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=words):
             Weights(tmp_path, 100)
 
 
-def llama(folder, theta, **options):
-    """A Llama model with random weights, large enough that hardly any two logits are near, saved in `folder`. A row of
+def random_model(folder, theta, family="llama", **options):
+    """A model with random weights, large enough that hardly any two logits are near, saved in `folder`. A row of
     one matrix has 80 numbers, which are no whole blocks of 32."""
     options |= {"hidden_size": 64, "intermediate_size": 80, "rms_norm_eps": 1e-3}  # not the engines' default
     rope = {"rope_type": "default", "rope_theta": theta}
-    model = helpers.tiny("llama", vocabulary=67, rope_parameters=rope, **options).model.to(torch.bfloat16)
+    model = helpers.tiny(family, vocabulary=67, rope_parameters=rope, **options).model.to(torch.bfloat16)
     for name, weight in model.named_parameters():
         if weight.dim() == 1:  # Biases begin at 0, and norms at 1.
             torch.nn.init.normal_(weight, float(not name.endswith("bias")), 0.3)
@@ -474,20 +482,22 @@ def llama(folder, theta, **options):
         {"num_key_value_heads": 2, "tie_word_embeddings": True},
         {"num_key_value_heads": 4, "tie_word_embeddings": False, "attention_bias": True},
         {"num_key_value_heads": 1, "tie_word_embeddings": False},
+        {"family": "gpt_neox", "use_parallel_residual": False},
     ],
-    ids=["tied", "bias", "one key"],
+    ids=["tied", "bias", "one key", "sequential"],
 )
-def test_an_engine_decodes_a_llama_model(name, options, tmp_path, monkeypatch):
+def test_an_engine_decodes_a_model(name, options, tmp_path, monkeypatch):
     """Its greedy text is the model's, and is not that of a model that rotates otherwise."""
     if name == "vllm":
-        if options["num_key_value_heads"] != 1:
+        if options.get("num_key_value_heads") != 1:
             pytest.skip("vLLM reads the model as transformers writes it")
         options = options | {"head_dim": 32}  # It has no attention for smaller heads,
         monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")  # and compiles for a minute.
     if not PROGRAMS[name].installed.exists():
         pytest.skip(f"{name} is not installed: python -m benchmark.install")
-    model = llama(tmp_path / "model", 500.0, **options)
-    llama(tmp_path / "other", 5.0, **options)
+    # CTranslate2 rotates GPT-NeoX's heads by 10000 alone.
+    model = random_model(tmp_path / "model", 10000.0 if "family" in options else 500.0, **options)
+    random_model(tmp_path / "other", 5.0, **options)
     size = sum(weight.numel() for weight in model.parameters())
     source = Source(tmp_path / "model", tmp_path / "converted", size, 61)
     quantised = "int8", "int4"

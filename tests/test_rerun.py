@@ -79,11 +79,20 @@ def test_what_differs_or_was_not_measured_again_is_named_and_another_machine_too
         lines[1:] = [*texts, texts[-1] | {"prompt": 7}, *ppl]
 
     code, out, _ = again(edit)
-    assert code == 1 and "1 of 4 texts differ, first speed, mode compare, " in out
+    assert code == 1 and "1 of 4 texts differs, first speed, mode compare, " in out
     assert "method fixed, prompt 1, repeat 0." in out
-    assert "1 of 2 figures differ, first ppl corpus, corpus " in out
-    assert "1 were not measured again, first speed," in out and "prompt 7" in out
+    assert "1 of 2 figures differs, first ppl corpus, corpus " in out
+    assert "1 was not measured again, first speed," in out and "prompt 7" in out
     assert "The machine is not the same, so tokens may differ: torch was 1.0 and is " in out
+
+
+def test_one_thing_is_said_as_one():
+    line = {"kind": "speed", "method": "fixed", "sha256": "0", "dtype": "float32"}
+    lines = [line, {"kind": "speed", "method": "tree", "repeatable": False}]
+    sentences, same = runRecord.compare({"run": "a"}, lines, {"run": "b"}, lines)
+    assert same and sentences[1] == "the only text is the same." and sentences[2].startswith("1 is left out: ")
+    sentences, same = runRecord.compare({"run": "a"}, lines, {"run": "b"}, [line | {"sha256": "2"}])
+    assert not same and sentences[1] == "1 of 1 text differs, first speed, method fixed."
 
 
 def test_changed_weights_are_said(run, model_folder, tmp_path, capsys):
@@ -234,6 +243,7 @@ def test_a_busy_machine_is_said(monkeypatch):
     assert "a load of 4.2, and 2 cores" in busy
     (unsteady,) = runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2}])
     assert "more than tenfold (target)" in unsteady
+    assert not list(runRecord.strained(run, [*texts, texts[0] | {"tpot": 0.2, "promptLen": 2048}]))
     (again,) = runRecord.strained(run, [texts[0], texts[0] | {"stalled": 2}])
     assert again == "The machine stalled during 1 text, which was timed again."
     (again,) = runRecord.strained(run, [texts[0] | {"stalled": 1}, texts[1] | {"stalled": 2}, texts[2]])

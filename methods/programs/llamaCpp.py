@@ -93,7 +93,7 @@ class LlamaCpp(Program):
             writer.add_layer_norm_rms_eps(weights.epsilon)
         else:
             writer.add_layer_norm_eps(weights.epsilon)
-            writer.add_parallel_residual(weights.config["use_parallel_residual"])
+            writer.add_parallel_residual(weights.parallel)
         writer.add_vocab_size(weights.vocabulary)
         # The only kind of vocabulary that has pieces and yet no token that ends a text.
         writer.add_tokenizer_model("rwkv")

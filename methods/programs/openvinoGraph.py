@@ -70,12 +70,13 @@ class GraphBuilder:
         return x + self.linear(ops.swish(gate) * up, f"{name}.mlp.down_proj")
 
     def neox_layer(self, x: Node, number: int) -> Node:
-        """One layer of GPT-NeoX: attention and MLP, side by side."""
+        """One layer of GPT-NeoX: attention and MLP, side by side or one after the other."""
         name, heads, head = f"gpt_neox.layers.{number}", self.weights.heads, self.weights.head
         qkv = self.linear(self.norm(x, f"{name}.input_layernorm"), f"{name}.attention.query_key_value")
         q, k, v = ops.variadic_split(self.by_head(qkv, heads, 3 * head), -1, [head] * 3).outputs()
         read = self.linear(self.attention(q, k, v, number), f"{name}.attention.dense")
-        inner = self.linear(self.norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp.dense_h_to_4h")
+        normed = self.norm(x if self.weights.parallel else x + read, f"{name}.post_attention_layernorm")
+        inner = self.linear(normed, f"{name}.mlp.dense_h_to_4h")
         return read + self.linear(ops.gelu(inner, "erf"), f"{name}.mlp.dense_4h_to_h") + x
 
     def attention(self, q: Node, k: Node, v: Node, number: int) -> Node:

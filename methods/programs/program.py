@@ -94,30 +94,35 @@ class Weights:
     """The GPT-NeoX or Llama model in `folder`, read one weight at a time: `weights[name]` is a float32 array. Rows of
     the embeddings past `vocabulary` are cut off.
 
-    Raises ValueError for another architecture.
+    parallel: attention and MLP of a layer read the same numbers. Raises ValueError for another architecture.
     """
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         if config["model_type"] not in ("gpt_neox", "llama"):
             raise ValueError(f"only GPT-NeoX and Llama models are converted, not {config['model_type']}")
-        scaled = config.get("rope_scaling") or {}
-        older = {  # as files that are older than transformers 5 name these
-            "rope_type": scaled.get("rope_type", scaled.get("type", "default")),
-            "rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000)),
-            "partial_rotary_factor": config.get("rotary_pct", 0.25 if config["model_type"] == "gpt_neox" else 1),
-        }
-        rope = config.get("rope_parameters") or older
-        if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"rotary embeddings of type {rope['rope_type']} are not converted")
         self.llama = config["model_type"] == "llama"
+        own = "silu" if self.llama else "gelu"  # of the architecture
+        if (activation := config.get("hidden_act", own)) != own:
+            raise ValueError(f"models with the activation {activation} are not converted")
+        # Files that are older than transformers 5 have rope_scaling, which is read first, or name each outside.
+        given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        rope = {
+            "rope_type": given.get("type", "default"),
+            "rope_theta": config.get("rope_theta", config.get("rotary_emb_base", 10000)),
+            "partial_rotary_factor": config.get("rotary_pct", 0.25),
+        } | given
+        if rope["rope_type"] != "default":
+            raise ValueError(f"rotary embeddings of type {rope['rope_type']} are not converted")
         self.folder, self.vocabulary, self.config = folder, vocabulary, config
         self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
         self.head = config.get("head_dim") or config["hidden_size"] // self.heads
-        self.groups = config.get("num_key_value_heads", self.heads)
-        self.rotary, self.theta = int(rope.get("partial_rotary_factor", 1) * self.head), rope["rope_theta"]
+        self.groups = config.get("num_key_value_heads") or self.heads
+        # transformers' Llama has no partial rotation, whatever its file says.
+        self.rotary = self.head if self.llama else int(rope["partial_rotary_factor"] * self.head)
+        self.theta = rope["rope_theta"]
         self.epsilon = config["rms_norm_eps" if self.llama else "layer_norm_eps"]
-        self.context = config["max_position_embeddings"]
+        self.context, self.parallel = config["max_position_embeddings"], config.get("use_parallel_residual", True)
         self.files: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
             file = safe_open(path, "pt")
