@@ -1,6 +1,6 @@
 """Bytes read for each committed token, of every way of guessing: docs/records/cost-MODEL.json.
 
-    python -m scripts.costFrontier bundled-target            goes on where it stopped; delete the file to start anew
+    python -m scripts.costFrontier bundled-target            what it lacks, or has of other code
 
 Counted, not timed. A round of gamma guesses reads the draft's weights gamma times and the target's once, and the keys
 and values of CONTEXT tokens with each of these forwards; its tokens follow from the sum of min(p, q) at each position
@@ -30,7 +30,7 @@ from engine.sharedWeights import sharing_copy
 from experiments.intervals import Interval
 from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
-from experiments.runRecord import code_version, model_record, origin
+from experiments.runRecord import code_version, is_of_now, model_record, origin
 from experiments.settings import parse
 from experiments.theory import by_position, chances, expected_chain, overlap, rounds_along, uncut
 from inputs.commandLine import as_command, script_parser
@@ -278,18 +278,20 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
 
 
 def count_all(target: str) -> None:
-    """Measure the rows that the record of `target` lacks, and write it after each."""
+    """Measure the rows that the record of `target` lacks, or has of other code, and write it after each."""
     file, folder = ROOT / "docs" / "records" / f"cost-{target}.json", ROOT / "models" / OFF_GRID
     if target == OFF_GRID and not folder.exists():
         write_off_grid(folder)
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
     for temperature in TEMPERATURES:
         for way, flags in OWN[target].items():
-            if any((row["way"], row["temperature"]) == (way, temperature) for row in record["rows"]):
+            key = {"way": way, "temperature": temperature}
+            before = [row for row in record["rows"] if row.items() >= key.items()]
+            if any(is_of_now(row["code"]) for row in before):
                 continue
             inputs, models, sizes = load_way(target, flags)
-            row = {"way": way, "temperature": temperature, "code": code_version("cpu", "steps")}
-            record["rows"].append(row | count_way(inputs, models, sizes, temperature))
+            row = key | {"code": code_version("cpu", "steps")} | count_way(inputs, models, sizes, temperature)
+            record["rows"] = [row for row in record["rows"] if row not in before] + [row]
             folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
             named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
             about = origin([target], {}, inputs.device, {target: named[target]} | record["models"] | named)

@@ -1,7 +1,10 @@
 """Bytes read for each committed token: tokens a round against a pair of models whose rounds are known in closed form,
 the bound for two guesses against a linear program, and the table and the figure of a record."""
 
+import json
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -150,3 +153,28 @@ def test_noise_moves_the_weights_that_a_file_rounded_by_half_a_step_at_most(tmp_
     moved = {name: weight - weights[name] for name, weight in load_file(tmp_path / "noisy/model.safetensors").items()}
     assert 0.045 < moved["few"].abs().max() <= 0.051 and moved["few"].mean().abs() < 0.01
     assert not moved["many"].any() and not moved["norm"].any()
+
+
+def test_rows_of_other_code_are_counted_again(monkeypatch, tmp_path):
+    inputs = SimpleNamespace(folders={"target": Path("bundled-target")}, device="cpu", dtype="float32")
+    counted = []
+    for name, value in {
+        "ROOT": tmp_path,
+        "OWN": {"bundled-target": {"one": "", "other": ""}},
+        "TEMPERATURES": (0.85,),
+        "load_way": lambda target, flags: (inputs, {"target": None}, {"target": 1}),
+        "count_way": lambda *_: {"texts": counted.append(1)},
+        "model_version": str,
+        "model_record": lambda *_: {},
+    }.items():
+        monkeypatch.setattr(costFrontier, name, value)
+    file = tmp_path / "docs" / "records" / "cost-bundled-target.json"
+    file.parent.mkdir(parents=True)
+    for _ in range(2):
+        costFrontier.count_all("bundled-target")
+    assert len(counted) == 2
+    record = json.loads(file.read_text())
+    record["rows"][1]["code"] = "sha256:0"
+    file.write_text(json.dumps(record))
+    costFrontier.count_all("bundled-target")
+    assert len(counted) == 3 and json.loads(file.read_text())["rows"][1]["code"] == record["rows"][0]["code"]
