@@ -20,6 +20,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from localHub import LocalHub
+from matplotlib.figure import Figure
 from tokenizerKinds import KINDS, byte_level
 
 from engine import copies, gate
@@ -83,17 +84,38 @@ def frozen_heap():
 
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements(tmp_path_factory):
-    """No step is warmed up until its time is right, and the target's own copy is measured on short texts and kept in a
-    folder of this test run. The machine seems idle, though the suite uses it: a run would say so."""
+    """No step is warmed up until its time is right nor timed again where a busy machine stalled, a sweep measures each
+    step twice, and the target's own copy is measured on short texts and kept in a folder of this test run. The machine
+    seems idle, though the suite uses it: a run would say so. Nothing waits for the disk."""
     folder = tmp_path_factory.mktemp("copies")
+    base = tmp_path_factory.getbasetemp()
+    verdicts = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one folder for all workers
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("experiments.speed.WARM_SECONDS", 0)
+        for name, value in {"speed.WARM_SECONDS": 0, "speed.WARM": 1, "speed.STALLED": 1e9}.items():
+            patch.setattr(f"experiments.{name}", value)
+        patch.setattr("experiments.sweep.REPEATS", 2)
+        patch.setattr(os, "fsync", lambda file: None)
         patch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-        for module in copies, gate:
-            patch.setattr(module, "cache_folder", lambda: folder)
+        patch.setattr(copies, "cache_folder", lambda: folder)
+        patch.setattr(gate, "cache_folder", lambda: verdicts)
         patch.setattr(selfDraft, "TEXTS", (2, 12))
         patch.setattr(selfDraft, "TIMINGS", 1)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def stand_in_for_figures():
+    """Figures are drawn, but laid out and written as files only in tests that use `figure_files`. Returns savefig."""
+    whole = Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(b"\x89PNG"))
+        yield whole
+
+
+@pytest.fixture
+def figure_files(monkeypatch, stand_in_for_figures):
+    """Figures are written as in a run."""
+    monkeypatch.setattr(Figure, "savefig", stand_in_for_figures)
 
 
 @pytest.fixture(scope="session")

@@ -17,10 +17,11 @@ from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.kvCache import cache_bytes
 from experiments import loading as loaded
+from experiments import speed
 from experiments.intervals import summarize
 from experiments.prepare import load_inputs
 from experiments.settings import parse
-from experiments.speed import WARM, ends_after
+from experiments.speed import ends_after
 from inputs import models as loading
 from lossless.mistakes import PredecessorTarget
 from lossless.trial import logits_as_written
@@ -208,7 +209,9 @@ def test_methods_take_turns_and_each_text_has_its_own_seed():
     timed = timed_stand_ins("AB", calls, prompts=prompts, batch=2, warm_up=1)
     longest, whole = ([[2, 3], [1]], 2), (prompts, 2)
     timed_calls = [
-        call for _, queue in timed for call in ((queue["method"], *longest, WARM), (queue["method"], *whole, None))
+        call
+        for _, queue in timed
+        for call in ((queue["method"], *longest, speed.WARM), (queue["method"], *whole, None))
     ]
     assert calls == [("A", *longest, None), ("B", *longest, None), *timed_calls]
     texts, first = next(of for of in timed if of[1]["method"] == "A")

@@ -43,7 +43,7 @@ def short(monkeypatch):
     monkeypatch.setattr(steps, "TURNS", (2, 2))
     monkeypatch.setattr(steps, "LARGE", 1 << 20)
     monkeypatch.setattr(steps, "CONTEXTS", (64, 128, 2000))
-    for name, value in {"GREEDY_TOKENS": 5, "TEXTS": 3, "TEXT_TOKENS": 20}.items():
+    for name, value in {"GREEDY_TOKENS": 5, "TEXTS": 3, "TEXT_TOKENS": 10}.items():
         monkeypatch.setattr(others, name, value)
     # The library's compiler is torch's own, which takes half a minute: what it is given is only traced.
     monkeypatch.setattr(others, "COMPILING", {"backend": "eager"})
@@ -52,7 +52,7 @@ def short(monkeypatch):
 # The command.
 
 
-def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(run, tmp_path, capsys):
+def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(run, figure_files, tmp_path, capsys):
     lines = run("--compare fixed,generate --steps --maxLen 6 --gamma 3 --dtype float32 --texts", tmp_path)
     timed, shown = of_kind(lines), capsys.readouterr().out
     rows = ["target", "fixed", *(f"generate:{kind}" for kind in Generate.rows)]
@@ -64,7 +64,7 @@ def test_the_methods_of_transformers_are_timed_and_checked_beside_this_projects(
     gammas = {name: line["settings"]["gamma"] for name, line in checked.items() if line["settings"]}
     assert gammas == dict.fromkeys(("generate:lookup", "generate:draft", "generate:custom"), 3)
     for line in checked.values():
-        assert line["failed"] is None and (line["greedy"]["tokens"], line["drawn"]["tokens"]) == (10, 60)
+        assert line["failed"] is None and (line["greedy"]["tokens"], line["drawn"]["tokens"]) == (10, 30)
         assert said_of(line) == "no difference found", line
     (end,) = of_kind(lines, "end")
     assert (tmp_path / end["figures"][0]).stat().st_size > 10_000

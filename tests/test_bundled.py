@@ -18,7 +18,7 @@ from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY
 
-TOKENS = 100 if helpers.FULL else 60  # of a greedy text
+TOKENS = 100 if helpers.FULL else 40  # of a greedy text
 
 
 @pytest.fixture(scope="module")

@@ -84,8 +84,8 @@ def test_greedy_rows_equal_plain_greedy(name):
     make, count, gamma, verify = METHODS[name]
     target = helpers.tiny()
     smaller = [near(target, noise=0.08 * (i + 1), seed=i) for i in range(count)]
-    spec, records = specSampling(PROMPTS, target, make(*smaller), 40, copy.deepcopy(gamma), GREEDY, verify=verify)
-    assert spec == regrSampling(PROMPTS, target, 40, GREEDY)[0]
+    spec, records = specSampling(PROMPTS, target, make(*smaller), 24, copy.deepcopy(gamma), GREEDY, verify=verify)
+    assert spec == regrSampling(PROMPTS, target, 24, GREEDY)[0]
     accepted = {a for r in records for a in r.accepted[1:]}
     assert max(accepted) >= (2 if "lookup" not in name else 0)
 
@@ -97,9 +97,15 @@ def error(make, count, gamma, verify, length=4, **where):
     )
 
 
+def tokens_for(name):
+    """Of how many tokens the exact distribution is counted. A rule that stops early depends on tokens, not on how many
+    there are, and has many outcomes: two are enough. What replaces a token is drawn from three in the others."""
+    return 2 if not helpers.FULL and ("Confidence" in name or name == "costAware") else 3
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if "cascade" not in name])
 def test_texts_have_the_targets_probabilities(name):
-    assert error(*METHODS[name], prefixes=[[1, 2, 0, 1, 2]]) < 1e-6
+    assert error(*METHODS[name], prefixes=[[1, 2, 0, 1, 2]], vocabulary=tokens_for(name)) < 1e-6
 
 
 @pytest.mark.parametrize("verify, least, most", [(token_rule, 0, 1e-6), (always_accept, 1e-2, 2)])
@@ -146,7 +152,8 @@ def test_filters_and_penalties_reach_every_model_of_a_cascade():
 )
 def test_a_planted_mistake_in_a_rule_is_caught(name, mistake, options):
     make, count, gamma, _ = (METHODS | FEW)[name]
-    assert error(make, count, gamma, mistake, **{"length": 3} | options) > (1e-3 if name == "block" else 1e-2)
+    options = {"length": 3, "vocabulary": tokens_for(name)} | options
+    assert error(make, count, gamma, mistake, **options) > (1e-3 if name == "block" else 1e-2)
 
 
 def test_a_cascade_that_passes_on_its_drafts_distribution_is_caught(monkeypatch):

@@ -105,7 +105,9 @@ def test_turns_without_a_chat_template_are_paragraphs_after_the_answers(pair_fol
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_every_method_continues_the_same_turns_after_the_targets_answers(run, flags, model_folder, tmp_path, chat):
+def test_every_method_continues_the_same_turns_after_the_targets_answers(
+    run, flags, model_folder, figure_files, tmp_path, chat
+):
     if chat:
         (model_folder / "chat_template.jinja").write_text(CHAT)
     words = "--compare block,lookup --maxLen 9 --dtype float32 --temperature 0 --target", model_folder, "--prompts"

@@ -71,7 +71,6 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(run, tmp_path, capsys, 
         ("", ["speed", "ppl"]),
         ("--speed 1", ["speed"]),
         ("--ppl", ["ppl"]),
-        ("--speed --ppl", ["speed", "ppl"]),
         ("--speed 0", ["ppl"]),
         ("--ppl 0", ["speed"]),
     ],
@@ -111,12 +110,9 @@ def test_a_run_records_what_it_was_made_with_and_continues_a_prompt_without_any_
     "options, most",
     [
         ("--maxLen 1", 1),
-        ("--maxLen 2", 2),
-        ("--gamma 50", 8),
-        ("--promptLen 1", 8),
-        ("--repetition_penalty 1.3", 8),
-        ("--top_k 1 --top_p 1", 8),
-        ("--temperature 1e-4", 8),
+        ("--maxLen 2 --gamma 50", 2),
+        ("--promptLen 1 --top_k 1 --top_p 1 --gamma 50", 8),
+        ("--repetition_penalty 1.3 --temperature 1e-4", 8),
         (f"--sentences {10**9} --gamma 1000 --seed {2**62 - 1} --top_k {10**9}", 8),
         ("--draftLength costAware --gamma 1000 --temperature 1000 --repetition_penalty 100", 8),
         (f"--promptLen {10**9} --draft lookup --ngram {10**9} --top_p 1e-300", 8),
@@ -207,8 +203,8 @@ def test_a_hub_id_is_downloaded_on_first_use(run, pair_folder, hub, tmp_path, ca
     assert record["models"]["target"]["version"] == hub.models["some/target"].commit
 
 
-@pytest.mark.parametrize("rule", ["additive", "draftConfidence", "targetConfidence", "costAware", "block"])
-def test_every_rule_can_be_chosen_and_is_named_in_the_table(run, tmp_path, rule):
+@pytest.mark.parametrize("rule", ["costAware", "block"])
+def test_a_rule_can_be_chosen_and_is_named_in_the_table(run, tmp_path, rule):
     options = f"{'verification' if rule == 'block' else 'draftLength'} {rule}"
     run(f"--speed --{options}")
     assert f"{options}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
@@ -284,10 +280,11 @@ def test_what_is_lacking_is_said(run, flags, pair_folder, tmp_path, capsys):
         ("--speedNew", {"draft", "target", "additive"}),
         ("--contrastive", {"target", "contrastive", "speculativeContrastive"}),
         ("--draft lookup", {"target", "speculative"}),
-        ("--compare block", {"target", "block"}),
         ("--compare all --maxLen 3 --sentences 1", EVERY - {"cascade"}),  # without a model between
-        ("--speedMulti --mid {draft} --gamma1 2 --gamma2 3", {"draft", "mid", "target", "speculative", "cascade"}),
-        ("--speedMulti --mid {draft} --draftVocab 40", {"draft", "mid", "target", "speculative", "cascade"}),
+        (
+            "--speedMulti --mid {draft} --draftVocab 40 --gamma1 2 --gamma2 3",
+            {"draft", "mid", "target", "speculative", "cascade"},
+        ),
     ],
 )
 def test_modes_measure_their_methods(run, pair_folder, mode, measured):
@@ -319,7 +316,7 @@ def test_contrastive_texts_have_the_temperature_that_drew_them(run, tmp_path, ki
     assert "temperature 0.5, top_p 0.8" in (tmp_path / "results.txt").read_text().replace("\n", " ")
 
 
-def test_the_sweep_writes_its_figure_and_names_it(run, tmp_path, monkeypatch):
+def test_the_sweep_writes_its_figure_and_names_it(run, figure_files, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 4))
     lines = run("--sweep --sentences 1 --repeats 1 --temperature 0 1")
     (figure,) = lines[-1]["figures"]
@@ -340,7 +337,7 @@ def test_every_timed_text_has_all_tokens_whatever_ends_a_text(run, model_folder,
     assert all(line["overlap_by_position"] for line in of_kind(lines, "costs"))
 
 
-@pytest.mark.parametrize("draft", ["--draft lookup", "--draftVocab 40", "--lookupFirst", "--acceptance 0.5"])
+@pytest.mark.parametrize("draft", ["--draft lookup", "--draftVocab 40 --lookupFirst", "--acceptance 0.5"])
 def test_a_sweep_has_the_costs_and_the_guesses_of_its_own_drafter(run, monkeypatch, draft):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
     lines = run(f"--sweep --maxLen 40 --sentences 1 --repeats 1 {draft}")
@@ -402,7 +399,7 @@ def chat(run, flags, model_folder, tmp_path):
     return play
 
 
-@pytest.mark.parametrize("words", ["", "--compile", "--lookupFirst", "--draft head --head HEAD"])
+@pytest.mark.parametrize("words", ["--compile --lookupFirst", "--draft head --head HEAD"])
 def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     run, flags, model_folder, head_folder, monkeypatch, capsys, words
 ):

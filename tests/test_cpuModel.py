@@ -12,7 +12,7 @@ import helpers
 import pytest
 import torch
 from conftest import refused
-from helpers import compiled_roles, roles
+from helpers import FULL, compiled_roles, roles
 from test_otherTokenizer import TEXTS, models_of
 from test_specSampling import PROMPTS
 from torch import nn
@@ -85,7 +85,7 @@ KINDS = {
     "wide, with norms of heads": ("qwen3", {"hidden_size": 96, "intermediate_size": 3000, "head_dim": 80}),
     **{f"{name} with a gate": ("llama", {"hidden_act": name}) for name in ("gelu", "relu", "gelu_pytorch_tanh")},
     **{name: ("gpt2", {"activation_function": name}) for name in ("gelu", "silu", "gelu_fast")},
-    **{f"heads of {width}": ("llama", {"head_dim": width}) for width in (2, 64, 96, 128, 130, 256)},
+    **{f"heads of {width}": ("llama", {"head_dim": width}) for width in (2, 96, 130, 256, *(64, 128) * FULL)},
 }
 
 
@@ -138,7 +138,7 @@ def near_enough(found, wanted, error=1e-5):
     assert (found - wanted).abs().max() <= 20 * error * wanted.abs().max()
 
 
-def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13, 16, 17, 31, 33, 64, 70)):
+def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 5, 12, 13, 17, 33, 64, 70)):
     """Assert that two models compute the same logits, keys and values: of prompts, of blocks of any width at any place,
     of ragged blocks, kept tokens, moved slots, trees and texts, whatever the cache holds. The compiled one's cache has
     other rows too."""
@@ -187,10 +187,10 @@ def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13
     for layer, wanted in zip(layers_of(model), layers_of(eager)):
         near_enough(layer[1 : 1 + rows, :, :300].float(), wanted[:, :, :300], error)
         assert layer[[0, -1]].isnan().all()
-    for tree in Tree.of("3/2,1,0/1,2,0"), Tree.of("40"), Tree.of("2,2,2,2"):
+    for tree in Tree.of("3/2,1,0/1,2,0"), Tree.of("40"):
         places = Places.at(torch.randint(230, (rows,), generator=generator), tree)
         same_of_some(tokens_of(rows, tree.size + 1, generator), places.positions, places)
-        for nodes in range(tree.size + 1), tree.levels[1], tree.levels[-1]:
+        for nodes in tree.levels[1], tree.levels[-1]:
             some, block = places.only(list(nodes)), tokens_of(rows, len(nodes), generator)
             same(block, some.positions, some)
             same(block, some.positions, some, torch.tensor([len(nodes) - 1]))
@@ -204,24 +204,32 @@ def check(eager, model, rows=1, error=1e-5, widths=(1, 2, 3, 4, 5, 6, 11, 12, 13
     model.first_row = 0
 
 
-@pytest.mark.parametrize("kind, rows", [*itertools.product(KINDS, (1, 3)), ("gpt2", 9), ("gpt_neox", 0), ("qwen2", 0)])
+ALONE = [kind for kind in KINDS if FULL or kind in helpers.FAMILIES or "wide" in kind]  # also as one row
+
+
+@pytest.mark.parametrize(
+    "kind, rows",
+    [*((kind, 3) for kind in KINDS), *((kind, 1) for kind in ALONE), ("gpt2", 9), ("gpt_neox", 0), ("qwen2", 0)],
+)
 def test_logits_keys_and_values_are_eagers(kind, rows):
     """Of one row and of rows that have positions of their own; 0: of every width of 1 to 70 tokens."""
     check(*both(kind), rows or 1, **{} if rows else {"widths": range(1, 71)})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "wide" in kind])
+@pytest.mark.parametrize("kind", ["wide, in parallel", *("wide", "wide, with norms of heads") * FULL])
 def test_any_number_of_threads_computes_the_same(kind, three_threads):
     check(*both(kind), 2, widths=(1, 8, 9, 17))
 
 
-@pytest.mark.parametrize("kind", [*helpers.FAMILIES, "norms of heads", "heads of 96", "heads of 130", "heads of 256"])
+@pytest.mark.parametrize(
+    "kind", [*helpers.FAMILIES, "norms of heads", "heads of 130", *("heads of 96", "heads of 256") * FULL]
+)
 def test_in_bfloat16_logits_are_as_near_as_transformers(kind):
     """To those of the same weights in float32. Transformers rounds after each operator."""
     eager, model = both(kind, torch.bfloat16)
     exact = CachedModel(copy.deepcopy(eager.model).float(), 61)
+    check(eager, model, 3, error=0.15, widths=(1, 2, 5, 12, 17, 40))
     for rows in 1, 3:
-        check(eager, model, rows, error=0.15, widths=(1, 2, 5, 12, 17, 40))
         for width in 1, 5, 60:
             tokens = tokens_of(rows, width, draws(width))
             near, far = ((each.score(tokens) - exact.score(tokens)).norm() for each in (model, eager))
@@ -446,8 +454,7 @@ DECODING = Decoding(
 # (method, options of `write`): those whose text depends on no clock.
 CASES = [(name, {}) for name, method in METHODS.items() if method.seeded(DECODING) and not method.engine]
 CASES.remove(("head", {}))  # It has its tests in test_head.py.
-CASES += [("fixed", {"gamma": 1}), ("fixed", {"gamma": 9}), ("fixed", {"draft": "few"})]
-CASES += [("tree", {"tree": "1,1,1"}), ("topDown", {"tree": "1,1,1"})]
+CASES += [("fixed", {"gamma": 9}), ("fixed", {"draft": "few"}), ("topDown", {"tree": "1,1,1"})]
 
 
 @pytest.fixture(scope="module")
@@ -462,16 +469,16 @@ def models(kernels):
 def write(m, name, prompts, sampling, draft="draft", **options):
     """The texts that a method writes with the models m."""
     sampler = build([name], m | {"draft": m[draft]}, replace(DECODING, **options))[name]
-    return sampler(prompts, max_len=24, sampling=sampling, generator=draws(3))[0]
+    return sampler(prompts, max_len=16, sampling=sampling, generator=draws(3))[0]
 
 
 @pytest.mark.parametrize("name, options", CASES, ids=str)
 def test_texts_are_those_of_eager_models(models, name, options):
     """Of one row and of several, greedy and drawn, with a penalty and without."""
     nucleus, penalty = Sampling(0.85, 0, 0.9), Sampling(1.0, 5, 1.0, 1.3)
-    for sampling, prompts in (GREEDY, PROMPTS), (nucleus, PROMPTS[2:3]), (nucleus, PROMPTS), (penalty, PROMPTS):
+    for sampling, prompts in (GREEDY, PROMPTS), (nucleus, PROMPTS[2:3]), (penalty, PROMPTS):
         wanted, found = (write(m, name, prompts, sampling, **options) for m in models)
-        assert found == wanted and set(map(len, found)) == {24}
+        assert found == wanted and set(map(len, found)) == {16}
 
 
 def test_a_wrong_text_is_seen(models):
@@ -650,10 +657,10 @@ def test_greedy_texts_beyond_a_window_are_those_of_transformers(kind):
     library = scattered(helpers.tiny(family, context=512, **sizes)).model
     library.set_attn_implementation(sizes.get("attn_implementation", "sdpa"))
     _, model = both(kind)
-    for prompt in tokens_of(4, 70, draws()):
+    for prompt in tokens_of(2, 70, draws()):
         attended = {"attention_mask": torch.ones(1, 70).long(), "pad_token_id": 0, "eos_token_id": -1}
-        wanted = library.generate(prompt[None], max_new_tokens=50, do_sample=False, **attended)[0]
-        assert regrSampling([prompt.tolist()], model, 50, GREEDY)[0] == [wanted[70:].tolist()]
+        wanted = library.generate(prompt[None], max_new_tokens=20, do_sample=False, **attended)[0]
+        assert regrSampling([prompt.tolist()], model, 20, GREEDY)[0] == [wanted[70:].tolist()]
 
 
 SHORT = LONG | {"original_max_position_embeddings": 64}

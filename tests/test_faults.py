@@ -74,7 +74,7 @@ def test_a_disk_full_of_results_keeps_all_that_was_measured(cli, flags, disk, ca
     assert sorted(os.listdir(disk)) == ["filling", "results.jsonl", "results.txt"]
 
 
-def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, run, flags, disk, capsys, monkeypatch):
+def test_a_full_disk_is_one_line_for_figures_and_pages_too(cli, run, flags, figure_files, disk, capsys, monkeypatch):
     (disk / "filling").write_bytes(bytes(12 << 10))
     page = disk / "page.html"
     assert cli.main([*prompted(prompted(flags), "--repeats"), "--prompt", "a", "--html", str(page)]) == 2

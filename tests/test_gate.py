@@ -33,7 +33,8 @@ from engine.compiling import compiled
 from engine.sharedWeights import RestrictedModel
 from engine.smallTwin import small_twin
 
-RIGHT = ["gemma3_text", "gemma2", "gpt_oss", "phi3", "gptj", "falcon", "roberta", "deepseek_v3"]
+RIGHT = ["gemma3_text", "gpt_oss", "gptj", "deepseek_v3"]
+RIGHT += ["gemma2", "phi3", "falcon", "roberta"] * helpers.FULL
 REFUSED = {
     "llama4_text": "its logits are off by",
     "big_bird": "its tokens attend to those after them",
@@ -340,7 +341,7 @@ def configuration(kind, one):
 
 
 @pytest.mark.parametrize("kind", DRAWN)
-@pytest.mark.parametrize("seed", range(80 if helpers.FULL else 6))
+@pytest.mark.parametrize("seed", range(80 if helpers.FULL else 3))
 def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(kind, seed):
     torch.manual_seed(seed)
     config = configuration(kind, random.Random(f"{kind} {seed}").choice)

@@ -183,7 +183,7 @@ int main(int words, char**) {
         std::printf("%ld ", crew.size(1));
         return 0;
     }
-    const long rounds = 200, count = 1003;
+    const long rounds = 60, count = 1003;
     static std::atomic<long> seen[count], in_pairs[count], reached[64], early, members;
     together(words == 1, [&](const Member& member) {
         auto [first, last] = member.part(count);

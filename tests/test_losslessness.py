@@ -248,10 +248,10 @@ def test_all_is_every_lossless_method_whose_models_are_there():
     assert "all stands for every one of them whose models are available, except target" in help
 
 
-def test_a_run_writes_its_verdict_its_tables_and_a_figure(outcome, kernels, tmp_path):
+def test_a_run_writes_its_verdict_its_tables_and_a_figure(outcome, kernels, figure_files, tmp_path):
     """Also beside compiled models, of whose packed layers no eager model can be made to plant a mistake in."""
-    lines, text = outcome("all --tokens 12 --maxLen 6 --compile")
-    names = choose("all", {"draft", "self"}, "lossless")
+    lines, text = outcome("speculative,self,lookup,tree --tokens 12 --maxLen 6 --compile")
+    names = choose("speculative,self,lookup,tree", {"draft", "self"}, "lossless")
     assert f"No difference found: 12 drawn tokens of each of {len(names)} methods were tested in float32 (" in text
     drawn, planted, compared = ([m for m in lines if m.get("test") == t] for t in ("drawn", "mistake", "greedy"))
     assert [(m["method"], m["dtype"]) for m in drawn] == [(name, "float32") for name in names]
@@ -282,6 +282,7 @@ def test_a_quick_run_plants_no_mistakes(outcome):
 
 def test_shapes_that_measured_times_would_choose_take_turns(run, tmp_path, monkeypatch):
     """Times would choose plain decoding where guesses do not pay, and no seed would repeat the texts."""
+    few_mistakes(monkeypatch)
     used, add = Counter(), Acceptance.add
     monkeypatch.setattr(Acceptance, "add", lambda self, tree, *rest: used.update([tree]) or add(self, tree, *rest))
     words, lines = "--lossless costAware,tree,quick --tokens 192 --maxLen 96", []
@@ -302,7 +303,8 @@ def test_no_more_texts_are_written_at_a_time_than_a_batch(outcome, monkeypatch):
     assert planted["seen_by"] and planted["tokens"] < 100 and planted["tokens_shown"] == 400 and max(counts) == 64
 
 
-def test_texts_of_one_token_are_compared_in_another_dtype(outcome):
+def test_texts_of_one_token_are_compared_in_another_dtype(outcome, monkeypatch):
+    few_mistakes(monkeypatch)
     lines, _ = outcome("fixed,quick --tokens 12 --maxLen 1 --dtype bfloat16")
     assert {m["dtype"] for m in lines if m.get("test") == "greedy"} == {"float32", "bfloat16"}
 
@@ -328,8 +330,9 @@ def test_a_wrong_sampler_fails_the_run_in_each_dtype(outcome, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["target", "speculativeNoCache"])
-def test_methods_without_a_cache_or_without_guesses_are_tested_too(outcome, method):
+def test_methods_without_a_cache_or_without_guesses_are_tested_too(outcome, method, monkeypatch):
     """Plain decoding has no mistakes, and without a cache there are none of the cache; nothing is compared with it."""
+    few_mistakes(monkeypatch, "constant q", "stale slot")
     lines, text = outcome(f"{method} --tokens 12 --maxLen 6")
     planted = {m["mistake"] for m in lines if m.get("test") == "mistake"}
     assert ("constant q" in planted, "stale slot" in planted) == (method != "target", False)
@@ -449,7 +452,7 @@ def test_guesses_that_helped_to_draw_the_text_would_be_no_test(pair):
 # Text in bfloat16, read again as it was written.
 
 
-@pytest.mark.parametrize("compiles, top_p", [(False, 1.0), (False, 0.9), (True, 1.0)])
+@pytest.mark.parametrize("compiles, top_p", [(False, 0.9), (True, 1.0)])
 def test_in_bfloat16_an_exact_sampler_passes_and_a_mistake_is_seen(compiles, top_p, kernels):
     """Text of kernels is read again by kernels."""
     models = (helpers.tiny(seed=seed, layers=2 - seed).model.to(torch.bfloat16) for seed in (0, 1))

@@ -46,7 +46,9 @@ def models_of(kinds, target="llama", draft="gpt2", texts=TEXTS, context=256):
     return prompts, ours, RestrictedModel(theirs, translation.draft), translation
 
 
-@pytest.mark.parametrize("ours, theirs", [("pythia", "gpt2"), ("llama", "gpt2"), ("qwen2", "gpt2"), ("gpt2", "llama")])
+@pytest.mark.parametrize(
+    "ours, theirs", [("llama", "gpt2"), ("gpt2", "llama"), *[("pythia", "gpt2"), ("qwen2", "gpt2")] * helpers.FULL]
+)
 def test_greedy_rows_equal_plain_greedy(kinds, ours, theirs):
     prompts, target, draft, translation = models_of(kinds, ours, theirs)
     for sampling, length, verify in (

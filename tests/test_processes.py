@@ -174,7 +174,6 @@ def figures_of(folder):
     [
         ("--compare block --ppl --diversity --sentences 3 --repeats 1", (1, 3)),
         ("--lossless block,costAware --tokens 600 --maxLen 8 --sentences 4", (1, 2)),  # two batches
-        ("--draft self --draftBits 4 --compare self,block --ppl --sentences 3 --repeats 1", (1, 2)),
     ],
 )
 def test_any_number_of_processes_gives_the_same_figures(cli, flags, tmp_path, monkeypatch, work, counts):

@@ -452,7 +452,7 @@ def test_where_there_is_no_more_room_what_was_there_is_kept(tmp_path):
     assert Results(tmp_path).records() == before + [{"x": 1}, {"y": 2}]
 
 
-def test_a_sweep_over_temperatures_has_a_heat_map(tmp_path):
+def test_a_sweep_over_temperatures_has_a_heat_map(figure_files, tmp_path):
     """Gamma 2 is best at one temperature, gamma 1 at the other."""
     lines = []
     for temperature, speeds in ((0, (4, 6, 8)), (1, (4, 5, 2))):

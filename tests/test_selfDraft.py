@@ -382,7 +382,6 @@ def test_of_close_copies_the_preferred_one_is_chosen():
         "--draftVocab 40 --compare self,fixed --draftBits 8",
         "--mid self --draftBits 4 --speedMulti --compile",
         "--mid self --draft lookup --compare cascade,self",
-        "--draft self --lossless self --tokens 60 --draftBits 4",
         "--mid self --draftBits 4 --lossless cascade --tokens 60 --compile",
     ],
 )

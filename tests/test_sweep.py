@@ -122,21 +122,22 @@ def test_the_map_of_a_run_that_was_stopped_shows_what_there_is():
         assert [row[0] for row in batch_table(lines).rows] == ["1"] + ["8"] * (len(lines) == 8)
 
 
-@pytest.mark.parametrize("mode", ["compare fixed", "sweep", "sweep batch", "speed", "compare fixed --batch 2"])
+@pytest.mark.parametrize("mode", ["sweep", "sweep batch", "compare fixed --batch 2"])
 def test_a_run_that_is_stopped_before_plain_decoding_was_timed_is_shown(run, monkeypatch, mode):
     def stopped(*options, **more):
         yield from itertools.islice(time_texts(*options, **more), 1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(measure, "time_texts", stopped)
+    monkeypatch.setattr(measure, "BATCHES", (1, 3))
     monkeypatch.setattr(random, "sample", lambda names, count: names[::-1])
     timed = [line["method"] for line in run(f"--{mode}", code=130) if line["kind"] in ("speed", "queue")]
     assert timed and "target" not in timed
 
 
 @pytest.mark.parametrize("draft", ["", "--draft lookup"])
-def test_every_cell_is_measured_and_writes_whole_texts(run, monkeypatch, draft):
-    for name, value in {"measure.BATCHES": (1, 3), "sweep.BATCH_GAMMAS": (1, 2), "sweep.REPEATS": 2}.items():
+def test_every_cell_is_measured_and_writes_whole_texts(run, figure_files, monkeypatch, draft):
+    for name, value in {"measure.BATCHES": (1, 3), "sweep.BATCH_GAMMAS": (1, 2)}.items():
         monkeypatch.setattr(f"experiments.{name}", value)
     lines = run(f"--sweep batch --repeats 2 {draft}")
     queues, costs = of_kind(lines, "queue"), of_kind(lines, "costs")
