@@ -90,7 +90,15 @@ def test_a_ratio_in_running_text_is_that_of_the_table():
     assert row.split("|")[-2].strip() == BLOCKS["over-plain"](RECORDS)
 
 
+def keep_pages(folder, *names):
+    """Delete the other pages of a documentation: rendering all takes seconds."""
+    for path in render.documents(folder):
+        if str(path.relative_to(folder)) not in names:
+            path.unlink()
+
+
 def test_what_is_out_of_date_is_caught_and_rendered_again(copy, capsys):
+    keep_pages(copy, "README.md", "docs/speed.md")
     change(copy / "README.md", "(?<=<!-- begin real-best -->).*?(?=<!-- end real-best -->)", "\n")
     change(copy / "README.md", r"(?<=<!-- begin reproduction-short -->\n)[^0-9]*\d", "7")
     change(copy / "docs/speed.md", "(?<=<!-- begin over-plain -->).*?(?=<!-- end over-plain -->)", "")
@@ -106,6 +114,9 @@ def test_what_is_out_of_date_is_caught_and_rendered_again(copy, capsys):
 
 
 def test_what_cannot_be_rendered_is_caught_and_then_nothing_is_written(copy, capsys):
+    keep_pages(
+        copy, "README.md", "docs/methods.md", "docs/records/README.md", "docs/records/methods.md", "docs/speed.md"
+    )
     (copy / "README.md").write_text(read(README) + "\n<!-- begin unheard-of -->\n1.5\n<!-- end unheard-of -->\n")
     (copy / "docs/speed.md").write_text(read(copy / "docs/speed.md") + "\n```\n\n```\n")
     change(copy / "README.md", "<!-- end real-best -->", "")

@@ -218,6 +218,7 @@ def test_a_second_copy_of_the_target_that_does_not_fit_and_a_full_disk_say_so(
         failed = {line["failed"] for line in lines if line.get("test") == "engine"}
         assert len(failed) == 1 and failed.pop().startswith("checking its text needs about ")
     else:
+        monkeypatch.setattr(others, "TEXTS", 2)
         monkeypatch.setattr(others, "write_texts", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
         compared({}, "--texts", str(tmp_path), code=2)
         assert one_line(capsys, "No space left")
