@@ -84,7 +84,7 @@ class Measuring:
     compare: str | None = flag(text, None, "METHODS", first=True)
     """Measure the speed of several methods side by side. Give all, or a comma-separated list of: {methods}. The target
     alone is always measured too, as the baseline. all stands for every method whose models are available, except
-    {left_out}. Other programs: {programs}. llama.cpp:int8 is one of its methods, llama.cpp all of them. Those other
+    {left_out}. Other programs: {programs}. llama.cpp:int8 is one method of llama.cpp, llama.cpp alone all. Those other
     than generate (of transformers) must be installed: make bench-peers."""
     sweep: str | None = flag(str, None, None, nargs="?", const="gamma", choices=("gamma", "batch"))
     """Measure the speed of speculative sampling with gamma from 1 to 10, compare it with the speed that theory
@@ -103,9 +103,9 @@ class Measuring:
     lossless: str | None = flag(text, None, "METHODS", nargs="?", const="speculative", first=True)
     """Test whether the text of a method is distributed as the target's own. Give all, or a comma-separated list of:
     {lossless}. all stands for every one of them whose models are available, except target, which is what they are
-    compared with, and the two without a KV cache, which are slow. quick in the list leaves out the planted mistakes,
-    which take most of the time of a small run. Without a value: speculative. Cannot be combined with other modes. The
-    exit code is 0 if no test finds a difference and 1 otherwise."""
+    compared with, and noCache and speculativeNoCache, which are slow. quick in the list leaves out the planted
+    mistakes, which take most of the time of a small run. Without a value: speculative. Cannot be combined with other
+    modes. The exit code is 0 if no test finds a difference and 1 otherwise."""
     audit: Path | None = flag(path, None, "FILE")
     """Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. Each line
     is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. A --draft
@@ -115,7 +115,7 @@ class Measuring:
     """The dtype in which the texts of --audit were computed. It decides how much rounding may explain."""
     rerun: str | None = flag(text, None, "RUN")
     """Repeat a run of results.jsonl in the folder --out with the flags and the device of its record, and report whether
-    it produces the same texts and figures. Times are not compared, nor texts that depend on them or are of other
+    it produces the same texts and figures. Not compared are times, texts that depend on times, and texts of other
     programs. The repetition is added to that folder as a new run. Give the run's name, or 1 for the newest run, 2 for
     the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1 otherwise."""
     check: bool = switch()
@@ -127,11 +127,11 @@ class Measuring:
     batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
     prompt. For the modes that measure speed, except --sweep, and for --lossless. For --audit: along how many texts
-    guesses are made at a time. Default: 1; for --lossless all texts of a call, 64; for --audit 64."""
+    guesses are made at a time. Default: 1; for --lossless and --audit 64."""
     tokens: int | None = flag(whole(1), only=("--lossless", lambda settings: settings.measuring.lossless))
     """How many tokens of each method --lossless tests at least. Default: 100000."""
     seed: int = flag(whole(0, (1 << 62) - 1), 0)
-    """The seed of every random choice but the order in which methods are timed."""
+    """The seed of every random choice except the order in which methods are timed."""
     groups: dict[str, list[str]] = field(default_factory=dict)
     played: str | None = None
 
@@ -179,12 +179,12 @@ class ModelChoice:
     mid need it. It must have the target's tokenizer, and --draft must be given too, but not as self. Default: if
     neither --target nor --draft is given, pythia-410m or the bundled mid model; else none."""
     head: str | None = flag(text, None, "FOLDER")
-    """A head that was trained for the target (scripts/trainHead.py), a folder: one decoder layer that guesses from the
-    target's hidden states. It is the draft if no other is named. Default: for the bundled target the bundled head, else
-    none."""
+    """The folder of a head that was trained for the target (scripts/trainHead.py): one decoder layer that guesses from
+    the target's hidden states. It is the draft if no other is named. Default: for the bundled target the bundled head,
+    else none."""
     draft_bits: str = choice((*map(str, BITS), "auto"), "6", only=COPY)
-    """The bits of a weight in the target's own copy (self). auto: those that decode fastest, by acceptance and times
-    measured on continuations of the prompts, which takes some seconds; of nearly equal ones, 6 before 5."""
+    """The bits of a weight in the target's own copy (self). auto: the number that decodes fastest, by acceptance and
+    times measured on continuations of the prompts, which takes some seconds; of nearly equal ones, 6 before 5."""
     draft_vocab: int | None = flag(whole(1))
     """Let the draft guess only the N most frequent tokens, which makes its output layer smaller. Default: all
     tokens."""
@@ -196,8 +196,7 @@ class ModelChoice:
     --diversity, --lossless and --audit float32."""
     compile: bool = switch(first=True)
     """Decode with C++ kernels on a CPU, and by CUDA graphs on a GPU. The first time on a CPU, the kernels are built for
-    it, which takes about a minute. It is not part of any measurement. On a GPU --ppl stays eager, and
-    everywhere --audit."""
+    it, which takes about a minute. No measurement includes that time. --audit stays eager, on a GPU --ppl too."""
     device: str | None = flag(text, None, None)
     """cpu, cuda, cuda:1 and so on, or auto: a model too large for one GPU is spread over all GPUs and the host's
     memory. mps is the GPU of an Apple computer (not tested on a real one). Default: cuda if available, else cpu."""

@@ -39,8 +39,8 @@ class Decoding:
     """
 
     gamma: int | None = flag(whole(1, 1000), first=True)
-    """How many tokens to guess in a round. For the additive rule it is the least, for draftConfidence and costAware the
-    most. Default: 4; for --draft self 5; for draftConfidence, costAware and lookup 10."""
+    """How many tokens to guess in a round. The additive rule guesses at least as many, draftConfidence and costAware at
+    most as many. Default: 4; for --draft self 5; for draftConfidence, costAware and lookup 10."""
     draft_length: str = choice(LENGTH_RULES, "fixed")
     """The rule that decides how many tokens to guess."""
     draft_threshold: float = flag(number(0, 1), 0.4, "P")
@@ -51,14 +51,16 @@ class Decoding:
     """The rule that accepts guesses."""
     tree: str | None = flag(str, None, "SHAPE")
     """Guess a tree instead of a chain. 3,2,1,1: the last token has 3 children, each of these 2, and so on. 3/2,1,0:
-    level by level, with one number for each node, or one for all. auto: the shape with the most tokens per second, by
-    measured acceptance and costs; plain decoding and chains are among its choices. Of --compare and --lossless, self
-    and head guess such a tree too, and tree and topDown, whose default is auto. Default: a chain."""
+    level by level, the number of children of each node, or one number for all nodes of a level. auto: the shape with
+    the most tokens per second, by measured acceptance and costs; plain decoding and chains are among its choices. Of
+    --compare and --lossless, self and head guess such a tree too, and tree and topDown, whose default is auto. Default:
+    a chain."""
     tree_rule: str = choice(TREE_RULES, "traversal")
     """The rule that accepts guesses of a tree."""
     acceptance: float | None = flag(number(0, 1), None, "A")
     """Accept each guess with this probability, at random, instead of comparing p and q: for models with random weights
-    (random:SHAPE). The text is not the target's. The k-th child of a node in a tree has a k-th of it."""
+    (random:SHAPE). The text is not the target's. The k-th child of a node in a tree is accepted with this probability
+    over k."""
     gamma1: int = flag(whole(1, 1000), 4)
     """In a cascade, how many tokens the draft guesses for the mid model in a round."""
     gamma2: int = flag(whole(1, 1000), 4)
@@ -73,7 +75,8 @@ class Decoding:
     """The temperature of the draft alone. The text stays distributed as the target's; how many guesses are accepted
     changes. Default: the target's."""
     draft_top_p: float | None = flag(number(0, 1), None, "P")
-    """The top_p of the draft alone, likewise. Default: the target's."""
+    """The top_p of the draft alone. It changes how many guesses are accepted, not the text's distribution. Default: the
+    target's."""
     plausibility: float = flag(number(0, 1), 0.1, "A")
     """In contrastive decoding, drop tokens that the target gives less than this share of its highest probability."""
     amateur_temperature: float = flag(number(1e-4, 1000), 1.0, "T")
