@@ -121,7 +121,7 @@ def test_what_cannot_be_rendered_is_caught_and_then_nothing_is_written(copy, cap
     (copy / "docs/speed.md").write_text(read(copy / "docs/speed.md") + "\n```\n\n```\n")
     change(copy / "README.md", "<!-- end real-best -->", "")
     change(copy / "README.md", "<!-- begin reproduction-short -->", "")
-    change(copy / "docs/speed.md", "is (?=<!-- begin over-plain-block -->)", "is\n")
+    change(copy / "docs/speed.md", " (?=<!-- begin over-plain-block -->)", "\n")
     shutil.copy(copy / "figures/lossless.png", copy / "figures/sweep.png")
     (copy / "figures/lossless.png").unlink()
     (copy / "docs/records/chat.json").unlink()
