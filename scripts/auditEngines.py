@@ -120,10 +120,14 @@ def kept(field: str) -> list[dict[str, Any]]:
 
 
 def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
-    """Put `lines` in the place of those with this key. The file is read now: another run may have added its own."""
-    fields: dict[str, Any] = {name: kept(name) for name in ("cells", "mistakes")}
-    fields[field] = [line for line in fields[field] if not line.items() >= key.items()] + lines
-    replace_file(FILE, json.dumps({**fields, **about}) + "\n")
+    """Put `lines` in the place of those with this key. The file is read now: another run may have added its own.
+
+    about: of this run. Planted mistakes have one of their own, "planted": they may be of another machine and date.
+    """
+    record: dict[str, Any] = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": [], **about}
+    record[field] = [line for line in record[field] if not line.items() >= key.items()] + lines
+    record |= about if field == "cells" else {"planted": about}
+    replace_file(FILE, json.dumps(record) + "\n")
 
 
 def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
@@ -254,7 +258,7 @@ def mistakes_table(records: Records) -> str:
         return "They have not been measured for this page yet."
     columns = {title: cell for title, cell in POWER_COLUMNS.items() if title != "what is wrong"}
     columns["order by"] = lambda line: "q / p" if line.get("order") == "draft" else "p"
-    return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record)}"
+    return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record['planted'])}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
