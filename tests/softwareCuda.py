@@ -57,7 +57,7 @@ TYPES_WITHOUT_MPS = {torch.float64, torch.complex128, torch.bfloat16}
 SORTING = {"sort", "argsort", "topk", "kthvalue", "msort", "median", "mode", "unique_dim", "_unique2"}
 ALONG_AN_AXIS = {"sort", "argsort", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 DROPPING = {"scaled_dot_product_attention", "dropout"}  # They draw in training only.
-RESHAPING = {"resize_", "set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_"}  # in place
+RESHAPING = {"set_", "t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "swapaxes_"}  # in place
 # What torch asks to make a device the current one: a table by the type of a device, in which meta devices do nothing.
 LIBC10 = next((Path(torch.__file__).parent / "lib").glob("libc10.*"))
 GUARDS = (ctypes.c_void_p * 21).in_dll(ctypes.CDLL(str(LIBC10)), "_ZN3c104impl26device_guard_impl_registryE")
@@ -242,6 +242,8 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     result = perform(func, mapped(inner, args), options)
     if target is None:
         return result
+    if name_of(func) == "resize_":  # The wrapper takes the shape of its CPU tensor. Growth is not counted as memory.
+        args[0].data = OnDevice(args[0].inner, args[0].device)
     if name_of(func) in LEAVING:
         poison(result)
     written, shares = writes(func)

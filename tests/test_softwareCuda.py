@@ -99,10 +99,11 @@ def every(*full, suite=()):
     return pytest.mark.parametrize("name, engine", cells)
 
 
-PART = [("draftConfidence", "eager"), *((name, "recorded") for name in ("fixed", "cascade", "tree"))]
+IN_SUITE = [(name, "eager") for name in ("draftConfidence", "speculativeNoCache")]
+IN_SUITE += [(name, "recorded") for name in ("fixed", "cascade", "tree")]
 
 
-@every(suite=PART)
+@every(suite=IN_SUITE)
 def test_greedy_texts_are_those_of_the_cpu(gpu, name, engine):
     """Ragged batches, a second text in the same cache, and a repetition penalty; FULL=1: a longer cache."""
     cpu = on_cpu()
