@@ -115,10 +115,6 @@ def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, 
     return [line | {"code": code_version("cpu", "lossless")} for line in found]
 
 
-def kept(field: str) -> list[dict[str, Any]]:
-    return read_json(FILE)[field] if FILE.exists() else []
-
-
 def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
     """Put `lines` in the place of those with this key. The file is read now: another run may have added its own.
 
@@ -149,7 +145,8 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         chosen = [name for name in named if name != "target" or name in re.split(r"\s*,\s*", names)]
     for setting, name in [(setting, name) for setting in SETTINGS for name in chosen]:
         key = {"method": name, "setting": setting, "seed": seed}
-        before = [cell for cell in kept("cells") if cell.items() >= key.items()]
+        cells = read_json(FILE)["cells"] if FILE.exists() else []
+        before = [cell for cell in cells if cell.items() >= key.items()]
         is_whole = [not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before]
         if any(whole and cell["code"] == code_of(name) for whole, cell in zip(is_whole, before)):
             continue

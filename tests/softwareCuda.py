@@ -243,7 +243,8 @@ def dispatch(func, args: tuple, kwargs: dict) -> object:
     if target is None:
         return result
     if name_of(func) == "resize_":  # The wrapper takes the shape of its CPU tensor. Growth is not counted as memory.
-        args[0].data = OnDevice(args[0].inner, args[0].device)
+        args[0].data = made = OnDevice(args[0].inner, args[0].device)
+        args[0].memory = made.memory  # A graph that reads the memory from before is found out.
     if name_of(func) in LEAVING:
         poison(result)
     written, shares = writes(func)
