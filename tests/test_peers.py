@@ -15,6 +15,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
@@ -385,13 +386,18 @@ def test_a_text_of_a_queue_begins_when_another_ends():
                 if ended:
                     del self.left[name]
 
+    begun = [Event() for _ in range(4)]
+
     def generate(request):
-        time.sleep(0.01 * request.count)
-        return Answer([1] * request.count, [(0.01 * request.count, request.count)])
+        """The first text ends when the second has begun, which ends when the fourth has."""
+        start = time.perf_counter()
+        begun[request.seed].set()
+        assert request.seed > 1 or begun[2 * request.seed + 1].wait(60)
+        return Answer([1] * request.count, [(time.perf_counter() - start, request.count)])
 
     library = SimpleNamespace(SamplingParams=dict, sampling_params=Mock())
     programs = Mock(spec=Vllm, engine=Engine(), library=library, number=0), Mock(spec=LlamaCpp, generate=generate)
-    requests = [TextRequest([1], count, GREEDY, 0) for count in (2, 6, 2, 3)]
+    requests = [TextRequest([1], count, GREEDY, seed) for seed, count in enumerate((2, 6, 2, 3))]
     for kind, program in zip((Vllm, LlamaCpp), programs):
         first, second, third, fourth = kind.write(program, requests, 2)
         assert max(first.begun, second.begun) < first.times[-1][0] <= third.begun < third.times[0][0], kind
