@@ -10,8 +10,8 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 import json
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, product, zip_longest
+from collections.abc import Mapping, Sequence
+from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, is_of_now, model_record, origin
 from experiments.settings import parse
-from experiments.theory import by_position, chances, expected_chain, overlap, rounds_along, uncut
+from experiments.theory import by_position, chances, overlap, rounds_along, uncut
 from inputs.commandLine import as_command, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
@@ -192,26 +192,34 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     return row | {"siblings": [round(value, 3) for value in siblings]} if siblings[0] else row
 
 
-def at_each_gamma(texts: Iterable[Mapping[str, Any]]) -> np.ndarray:
-    """The expected tokens of a round of 0, 1, 2, ... guesses. The mean at a depth is over the rounds whose guesses
-    before it were accepted. So the product of the means is the probability that a round gets beyond that depth: no
-    guess is taken to be independent of the others."""
-    counts = zip_longest(*(text["reach"] for text in texts), fillvalue=(0, 0))
-    sums = [[sum(column) for column in zip(*depth)] for depth in counts]
-    return np.array([expected_chain(share / rounds for rounds, share in sums[:n]) for n in range(len(sums) + 1)])
+def counts_of(texts: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """`[texts, depths, 2]`: the rounds that reached a depth with every guess accepted, and the sum of the chances that
+    their next guess is."""
+    by_depth = [*zip_longest(*(text["reach"] for text in texts), fillvalue=(0, 0))]
+    return np.array(by_depth).reshape(-1, len(texts), 2).swapaxes(0, 1)
+
+
+def at_each_gamma(counts: np.ndarray) -> np.ndarray:
+    """`[..., depths + 1]`: the expected tokens of a round of 0, 1, 2, ... guesses, from `counts [..., depths, 2]`. The
+    mean at a depth is over the rounds whose guesses before it were accepted. So the product of the means is the
+    probability that a round gets beyond that depth: no guess is taken to be independent of the others."""
+    rates = counts[..., 1] / counts[..., 0].clip(1)
+    return np.insert(rates, 0, 1.0, -1).cumprod(-1).cumsum(-1)
 
 
 def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row at the gamma that reads the fewest bytes for a token: "gamma", "tokens" and "bytes" of a round, and "cost",
     bytes over tokens with its 95 % interval over prompts. A unit is what a forward of the target reads."""
-    tokens, texts, rng = at_each_gamma(row["texts"]), row["texts"], np.random.default_rng(0)
+    counts, lines = counts_of(row["texts"]), np.array([text["line"] for text in row["texts"]])
+    tokens, rng = at_each_gamma(counts.sum(0)), np.random.default_rng(0)
     costs = (1 + row["a_guess"] * np.arange(len(tokens))) / tokens
     gamma = len(tokens) - 1 if row["whole"] else int(costs.argmin())
-    bytes_read, prompts = 1 + row["a_guess"] * gamma, sorted({text["line"] for text in texts})
-    groups = [[text for text in texts if text["line"] == line] for line in prompts]
-    drawn = rng.integers(len(groups), size=(RESAMPLES, len(groups)))
-    resampled = [at_each_gamma(chain(*(groups[i] for i in numbers))) for numbers in drawn]
-    ends = np.percentile([bytes_read / tokens_of[: gamma + 1][-1] for tokens_of in resampled], (2.5, 97.5))
+    bytes_read, prompts = (
+        1 + row["a_guess"] * gamma,
+        np.array([counts[lines == line].sum(0) for line in np.unique(lines)]),
+    )
+    resampled = prompts[rng.integers(len(prompts), size=(RESAMPLES, len(prompts)))].sum(1)
+    ends = np.percentile(bytes_read / at_each_gamma(resampled)[:, gamma], (2.5, 97.5))
     return {"gamma": gamma, "tokens": tokens[gamma], "bytes": bytes_read, "cost": Interval(costs[gamma], *ends)}
 
 
@@ -231,8 +239,9 @@ def cost_tables(target: str, records: Any) -> str:
         count, *siblings = row.get("siblings", [1])
         shares = [f"{value / count:.2f}" for value in siblings]
         main.add(way, f"{row['a_guess']:.3f}", *cells, str(best["gamma"]), f"{best['tokens']:.2f}", *shares)
-        tokens = [at_each_gamma(text for text in row["texts"] if text["category"] == kind) for kind in kinds]
-        by_kind.add(way, *(f"{best['bytes'] / each[: best['gamma'] + 1][-1]:.2f}" for each in tokens))
+        counts, of_texts = counts_of(row["texts"]), np.array([text["category"] for text in row["texts"]])
+        tokens = [at_each_gamma(counts[of_texts == kind].sum(0))[best["gamma"]] for kind in kinds]
+        by_kind.add(way, *(f"{best['bytes'] / each:.2f}" for each in tokens))
     return "\n\n".join([markdown(main), f"By category, at temperature {SHOWN}:", markdown(by_kind), source(record)])
 
 

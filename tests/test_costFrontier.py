@@ -17,7 +17,7 @@ from decoding.model import Model
 from experiments.theory import by_position, expected_chain, overlap, overlaps_of, rounds_along, uncut
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
-from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, draw_cost, two_drafts
+from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, counts_of, draw_cost, two_drafts
 from specSampling import specSampling
 from utils import Sampling
 
@@ -57,7 +57,7 @@ def test_tokens_a_round_are_the_closed_form_and_those_of_the_sampler_and_mistake
     options = {"max_len": 300, "sampling": Sampling(1.0, 0, 1.0), "generator": seeds}
     rounds = rounds_along(sampler, [[0]] * 40, **options)
     texts = [{"line": i, "reach": [[row[0], row[2]] for row in by_position(of)]} for i, of in enumerate(rounds)]
-    found, exact = at_each_gamma(texts), tokens_by_gamma()
+    found, exact = at_each_gamma(counts_of(texts).sum(0)), tokens_by_gamma()
     assert found == pytest.approx(exact, rel=0.02)
     of_all = [one for of in rounds for one in of]
     assert 1 + sum(passed for *_, passed in of_all) / len(of_all) == pytest.approx(exact[-1], rel=0.02)
@@ -90,9 +90,9 @@ def test_what_the_end_of_a_text_cuts_off_counts_as_no_rejection(gamma):
             [{"reach": [[row[0], row[2]] for row in by_position(of(rounds))]} for rounds in of_texts]
             for of in (lambda rounds: uncut(rounds, 12), list)
         )
-        found = at_each_gamma(whole)
+        found = at_each_gamma(counts_of(whole).sum(0))
         assert found == pytest.approx([expected_chain([0.7] * n) for n in range(len(found))], abs=1e-5)
-        assert at_each_gamma(cut)[-1] < found[-1] - 0.05
+        assert at_each_gamma(counts_of(cut).sum(0))[-1] < found[-1] - 0.05
     swept = overlaps_of(sampler, [[0]] * 20, "cpu", Sampling(1.0, 0, 1.0), 12, 0, ends=False)["overlap_by_position"]
     assert len(swept) == gamma and all(share == pytest.approx(0.7 * reached) for reached, _, share in swept)
 
@@ -138,7 +138,7 @@ def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them
     assert sizes["draft"] - keys == pytest.approx((2 + 0.5) / 16 * (sizes["target"] - keys), rel=0.01)
     row = costFrontier.count_way(inputs, models, sizes, 0.85)
     assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
-    assert 1 < at_each_gamma(row["texts"])[1] < 1.9
+    assert 1 < at_each_gamma(counts_of(row["texts"]).sum(0))[1] < 1.9
 
 
 def test_noise_moves_the_weights_that_a_file_rounded_by_half_a_step_at_most(tmp_path):
