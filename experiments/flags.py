@@ -126,8 +126,8 @@ class Measuring:
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(whole(1), only=IN_BATCHES)
     """How many texts to decode at a time. The others wait: when a text ends, its row of the batch goes to the next
-    prompt. For the modes that measure speed, except --sweep, and for --lossless. For --audit: along how many texts
-    guesses are made at a time. Default: 1; for --lossless and --audit 64."""
+    prompt. For the modes that measure speed, except --sweep and --steps, and for --lossless. For --audit of drawn
+    texts: along how many texts guesses are made at a time. Default: 1; for --lossless and --audit 64."""
     tokens: int | None = flag(whole(1), only=("--lossless", lambda settings: settings.measuring.lossless))
     """How many tokens of each method --lossless tests at least. Default: 100000."""
     seed: int = flag(whole(0, (1 << 62) - 1), 0)

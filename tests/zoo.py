@@ -106,7 +106,7 @@ def verdict(config_class):
             return "refused", str(refusal)
         except Exception:
             pass
-        return "unmade", f"transformers makes no model of it here ({type(error).__name__})"
+        return "unmade", f"no small model of it can be made here ({type(error).__name__})"
     pristine = copy.deepcopy(model)
     try:
         texts, prompts = texts_of(model)
