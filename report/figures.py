@@ -152,6 +152,7 @@ def draw_heat_map(axes: Axes, rows: Mapping[Any, Prediction], label: str, reach:
     """Draw the speed-up as colours, gamma by row: blue where it is above 1, red where it is below. label: what the rows
     are. reach: how far from 1 the colours go; None: as far as the speed-ups."""
     gammas = list(dict.fromkeys(row["gamma"] for prediction in rows.values() for row in prediction["rows"]))
+    gammas = gammas or [""]  # of a run that was stopped early: matplotlib warns of a map without columns
     ratios, reach = np.full((len(rows), len(gammas)), np.nan), reach or reach_of(rows)
     for ratio, prediction in zip(ratios, rows.values()):
         for row in prediction["rows"]:

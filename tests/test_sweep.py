@@ -116,6 +116,7 @@ def test_a_cell_is_the_median_ratio_to_plain_decoding_of_the_same_batch():
     assert found[8]["controller"][0] == pytest.approx(0.99)
 
 
+@pytest.mark.filterwarnings("error")
 def test_the_map_of_a_run_that_was_stopped_shows_what_there_is():
     for lines in (LINES[:1], LINES[:3], LINES[:8]):
         figures.plt.close(figures.draw_batches(lines))
