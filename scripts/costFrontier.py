@@ -214,10 +214,8 @@ def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
     tokens, rng = at_each_gamma(counts.sum(0)), np.random.default_rng(0)
     costs = (1 + row["a_guess"] * np.arange(len(tokens))) / tokens
     gamma = len(tokens) - 1 if row["whole"] else int(costs.argmin())
-    bytes_read, prompts = (
-        1 + row["a_guess"] * gamma,
-        np.array([counts[lines == line].sum(0) for line in np.unique(lines)]),
-    )
+    bytes_read = 1 + row["a_guess"] * gamma
+    prompts = np.array([counts[lines == line].sum(0) for line in np.unique(lines)])
     resampled = prompts[rng.integers(len(prompts), size=(RESAMPLES, len(prompts)))].sum(1)
     ends = np.percentile(bytes_read / at_each_gamma(resampled)[:, gamma], (2.5, 97.5))
     return {"gamma": gamma, "tokens": tokens[gamma], "bytes": bytes_read, "cost": Interval(costs[gamma], *ends)}
