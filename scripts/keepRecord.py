@@ -43,7 +43,7 @@ UNAIDED = (  # the methods of other programs that need no draft model
 )
 FAST = "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4"
 PLAIN = f"{FAST},generate:compiled,openvino:plain,openvino:int8,ctranslate2,vllm:plain"
-OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 5"
+OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 10"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"
 MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows first
     "first": ("", 1),
@@ -55,7 +55,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "tuned-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} {OF_128}", 5),
     **dict.fromkeys(
         ("avx2-SmolLM2", "avx512-SmolLM2"),
-        (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {COMPILED} --maxLen 128 --sentences 10", 5),
+        (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
     ),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),
@@ -111,8 +111,8 @@ class Records:
 
     def is_stale(self, name: str) -> bool:
         """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
-        should be; whether any part of a record of one file is of other code. A training's record describes weights that
-        are published: it stays with them."""
+        should be; whether any part of another record is of other code. A training's record stays with the weights that
+        it describes."""
         if name in self.files:
             record = self.files[name]
             parts = record.get("cells") or record.get("rows") or [record]
@@ -120,9 +120,10 @@ class Records:
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             device = "cuda" if name == "kernels" else "cpu"
             return "variants" not in record and not all(is_of_now(code, device) for code in codes)
-        if name not in MEASURED or name not in self.runs:
+        if name not in self.runs:
             return name in MEASURED
-        (run, lines), (flags, processes) = self.runs[name], MEASURED[name]
+        run, lines = self.runs[name]
+        flags, processes = MEASURED.get(name, (run["command"], 1))
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
         is_whole = run["command"] == flags and not 0 < measured < processes
         return not (is_whole and is_of_now(run.get("code", ""), run["device"]))

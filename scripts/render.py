@@ -118,8 +118,8 @@ def render(root: Path, check: bool) -> int:
     pictures = {picture: fault for picture in PICTURES if (fault := picture_fault(picture, records))}
     if check:
         faults += [f"{picture} {fault}" for picture, fault in pictures.items()]
-        for name in filter(records.is_stale, [*MEASURED, *records.files]):
-            remedy = "make records" if name in MEASURED else command_of(records.files[name])
+        for name in filter(records.is_stale, dict.fromkeys([*MEASURED, *records.runs, *records.files])):
+            remedy = "make records" if name in MEASURED else command_of(records[name][0])
             remedy += f", on a machine of the kind {CAPABILITY[name]}" if name in CAPABILITY else ""
             faults.append(f"record {name} is of other code, other flags or too few processes: {remedy}")
         print(*faults or ["Everything is as its record says."], sep="\n")

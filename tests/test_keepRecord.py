@@ -52,7 +52,9 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     now = {"code": code_version()}
     for other, stale in (now, False), ({"code": "sha256:0"}, True):
         records.files |= {"rounds": other, "engines": {"cells": [now, other]}}
-        assert records.is_stale("rounds") == records.is_stale("engines") == stale
+        records.runs["aside"] = records["diversity"][0] | other, []  # of no command in MEASURED
+        assert records.is_stale("rounds") == records.is_stale("engines") == records.is_stale("aside") == stale
+    del records.runs["aside"]
     for code, stale in (code_version("cpu", "lossless"), False), (f"{now['code']} lossless:0", True):
         records.files["engines"] = {"cells": [now], "mistakes": [{"code": code}]}
         assert records.is_stale("engines") == stale  # A planted mistake is of the code that --lossless runs.
