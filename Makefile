@@ -58,6 +58,7 @@ audit: .venv/installed
 	$(VENV) -m benchmark.install
 	$(VENV) -m scripts.auditEngines
 	$(VENV) -m scripts.auditEngines --mistakes
+	$(VENV) -m scripts.auditEngines --mended
 	$(VENV) -m scripts.render
 
 report: .venv/installed

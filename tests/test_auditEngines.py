@@ -4,13 +4,15 @@ import json
 from unittest.mock import Mock
 
 import pytest
-from conftest import prompted
+import torch
+from conftest import prompted, refused
+from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
 from benchmark.others import LibraryMethod
 from benchmark.peers import PeerError
 from lossless import trial
 from lossless.mistakes import MISTAKES
-from scripts import auditEngines
+from scripts import auditEngines, mended
 from utils import GREEDY, Sampling
 
 
@@ -26,10 +28,11 @@ def audit(flags, tmp_path, monkeypatch):
     for name, value in (changed | {"TEXT_TOKENS": 20, "PROMPTS": 4}).items():
         monkeypatch.setattr(auditEngines, name, value)
 
-    def run(names=None, tokens=200, seed=0):
-        auditEngines.audit_engines(names, False, tokens, seed)
+    def run(names=None, tokens=200, seed=0, mend=False):
+        auditEngines.audit_engines(names, False, mend, tokens, seed)
         run.record = json.loads(auditEngines.FILE.read_text())
-        return {(cell["method"], cell["setting"], cell["seed"]): cell for cell in run.record["cells"]}
+        cells = run.record["mended" if mend else "cells"]
+        return {(cell["method"], cell["setting"], cell["seed"]): cell for cell in cells}
 
     return run
 
@@ -100,10 +103,36 @@ def test_planted_mistakes_are_kept_by_both_orders_and_found_anew_beside_the_cell
     cells = audit("fixed")
     monkeypatch.setattr(trial, "MISTAKES", dict(list(MISTAKES.items())[:3]))
     for _ in range(2):
-        auditEngines.audit_engines(None, True, 400, 0)
+        auditEngines.audit_engines(None, True, False, 400, 0)
         record = json.loads(auditEngines.FILE.read_text())
         found = {(line["order"], line["mistake"]): line["seen_by"] for line in record["mistakes"]}
         assert len(found) == len(record["mistakes"]) == 6
         assert found["draft", "always accept"] and found["p", "always accept"]
     assert record["cells"] == list(cells.values())
     assert "always accept" in auditEngines.mistakes_table({"engines": (record, [])})
+
+
+def test_a_mended_engine_is_audited_beside_the_released_one(audit, monkeypatch):
+    method, name = AssistantToTargetTranslator, "_get_assistant_to_target_input_ids"
+    monkeypatch.setattr(method, name, lambda translator: ("ids", {5: 9, 4: 2, 7: 3}))  # It is mended for good.
+    monkeypatch.setattr(mended, "METHODS", ("generate:plain",))
+    monkeypatch.setattr(mended, "PROGRAMS", {"generate": "mended"})
+    programs, honest = set(), LibraryMethod.load
+    monkeypatch.setattr(LibraryMethod, "load", lambda self, *_: (programs.add(self.program), honest(self, *_)))
+    cells = audit("generate:plain")
+    again = audit(mend=True)
+    assert again.keys() == cells.keys() and len(programs) == 2 and "mended" in programs
+    assert audit.record["cells"] == [*cells.values()] and "generate:plain" in auditEngines.engines_table(
+        {"engines": (audit.record, [])}, "mended"
+    )
+    assert getattr(method, name)(None) == ("ids", {4: 2, 7: 3, 5: 9})
+    with refused("--mended is for generate:plain"):
+        audit("fixed", mend=True)
+
+
+def test_settings_of_guessed_positions_are_those_of_their_text():
+    ends = torch.tensor([2, 2, 5], dtype=torch.int32)
+    for values in torch.tensor([0.5, 1.0, 0.0]), torch.tensor([3, 1, 0], dtype=torch.int32):
+        output = values.new_full((5,), 7)
+        mended.expand(output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
+        assert output.tolist() == [values[0].item()] * 2 + [1] * 3

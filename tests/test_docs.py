@@ -28,7 +28,7 @@ from inputs.files import ROOT
 from inputs.models import ModelLimits, load_tokenizer
 from inputs.texts import read_texts
 from regrSampling import regrSampling
-from scripts import blocks, courseReport, keepRecord, render, trainBundled, trainHead
+from scripts import auditEngines, blocks, courseReport, keepRecord, render, trainBundled, trainHead
 from scripts.blocks import BLOCKS, DISTANCE, FASTEST
 from specSampling import specSampling
 from utils import GREEDY, UserError
@@ -276,6 +276,9 @@ def test_the_python_blocks_of_a_page_run_in_order(name, capsys, monkeypatch, tmp
     said = capsys.readouterr().out
     if name == "README.md":
         assert said.startswith("It was late in the evening, and")
+    elif name == "docs/engines.md":
+        wrong, count = map(int, re.match(r"(\d+) of (\d+) rows", said).groups())
+        assert wrong > 0.9 * count
     elif name == "CONTRIBUTING.md":
         target, prompts = tiny(), [[1, 2], [3, 4, 5, 5]]
         texts, _ = specSampling(prompts, target, space["AgainDrafter"](target.vocabulary), 20, sampling=GREEDY)
@@ -363,12 +366,15 @@ def test_files_and_names_that_are_quoted_exist(name):
 
 def test_the_pages_have_what_is_checked_and_the_readme_is_one_screen():
     assert len(read(README).splitlines()) <= 132
-    assert {"CONTRIBUTING.md", "README.md", "docs/library.md", "docs/lossless.md"} == set(WITH_PYTHON)
+    assert {"CONTRIBUTING.md", "README.md", "docs/engines.md", "docs/library.md", "docs/lossless.md"} == set(
+        WITH_PYTHON
+    )
     assert len(set(re.findall(r"`[\w/]+\.py:[\w.]+`", read(ROOT / "docs/architecture.md")))) > 25
 
 
 def test_every_flag_that_is_named_exists(cli, capsys):
-    for script in (cli, downloadModel, downloadData, trainBundled, trainHead, render, keepRecord, courseReport):
+    scripts = trainBundled, trainHead, render, keepRecord, courseReport, auditEngines
+    for script in (cli, downloadModel, downloadData, *scripts):
         with pytest.raises(SystemExit):
             script.main(["--help"])
     known = {"--help", *re.findall(r"--[\w-]+", capsys.readouterr().out)}
