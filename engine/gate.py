@@ -201,26 +201,30 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
     return errors
 
 
-PARTS: dict[tuple[str, type], dict[str, type]] = {}  # of this process, what `parts_of` returned
+Parts: TypeAlias = "dict[str, tuple[type, int | None]]"  # {name of a module: its class, the slots of the cache it uses}
+PARTS: dict[tuple[str, type], Parts] = {}  # of this process, what `parts_of` returned
 
 
-def parts_of(digest: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> dict[str, type]:
-    """{name: class} of the modules that a model of class `kind` creates; {} if none can be created. digest: of the
-    configuration."""
+def modules_of(model: nn.Module) -> Parts:
+    """The modules of a model. A layer that stands in another's place reads and writes that one's keys and values."""
+    return {name: (type(module), getattr(module, "layer_idx", None)) for name, module in model.named_modules()}
+
+
+def parts_of(digest: str, kind: type[PreTrainedModel], config: PretrainedConfig) -> Parts:
+    """The modules that a model of class `kind` creates; {} if none can be created. digest: of the configuration."""
     if (digest, kind) not in PARTS:
         with contextlib.suppress(Exception), torch.device("meta"):
             fresh = copy.deepcopy(config)
             fresh._attn_implementation = None
-            PARTS[digest, kind] = {name: type(module) for name, module in kind._from_config(fresh).named_modules()}
+            PARTS[digest, kind] = modules_of(kind._from_config(fresh))
     return PARTS.setdefault((digest, kind), {})
 
 
-def has_other_parts(model: nn.Module, own: dict[str, type]) -> bool:
+def has_other_parts(model: nn.Module, own: Parts) -> bool:
     """Whether any module is not that of its class, nor one of this package, which packs layers."""
-    parts = {name: type(module) for name, module in model.named_modules()}
-    package = __name__.rpartition(".")[0]
-    ours = tuple(name for name, part in parts.items() if part.__module__.startswith(package))
-    return any(own.get(name) is not part and not name.startswith(ours) for name, part in parts.items())
+    parts, package = modules_of(model), __name__.rpartition(".")[0]
+    ours = tuple(name for name, (kind, _) in parts.items() if kind.__module__.startswith(package))
+    return any(own.get(name) != part and not name.startswith(ours) for name, part in parts.items())
 
 
 def is_altered(model: nn.Module) -> bool:

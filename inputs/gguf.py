@@ -275,6 +275,10 @@ def read_tokenizer(folder: Path, about: dict[str, Any]) -> PreTrainedTokenizerBa
     splits = about.get("tokenizer.ggml.pre", "none")
     is_qwen = about["general.architecture"].startswith("qwen")
     if about["tokenizer.ggml.model"] != "gpt2":
+        words = tokenizer.backend_tokenizer.pre_tokenizer
+        if about.get("tokenizer.ggml.add_space_prefix") is False and isinstance(words, pre_tokenizers.Metaspace):
+            words.prepend_scheme = "never"  # transformers puts a space before each text.
+            tokenizer.backend_tokenizer.pre_tokenizer = words
         return tokenizer
     if splits in DIGIT_SPLITS:  # transformers reads them as GPT-2's, which keeps digits together.
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -363,3 +363,16 @@ def test_any_configuration_of_a_compiled_kind_is_right_eager_and_compiled(kind, 
         parts = [one.forward(tokens[:, part], part.expand(2, -1)) for part in torch.arange(n).split(n // 2 + 1)]
         error = (torch.cat(parts, 1) - right[:, :n]).norm(dim=-1) / right[:, :n].norm(dim=-1)
         assert float(error.max()) < 2e-3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 1, 2), (0, 3), (0, 2, 1, 3)])
+def test_layers_in_the_place_of_others_are_refused(order):
+    """They write to the slots of the number that they were created with. `CachedModel` asks the gate."""
+    model = helpers.tiny("llama", layers=4).model
+    model.model.layers = torch.nn.ModuleList(model.model.layers[i] for i in order)
+    model.config.num_hidden_layers = len(order)
+    if order == (0, 2, 1, 3):  # Each layer still has slots of its own.
+        assert CachedModel(model, 61, "a model").reads_trees
+    else:
+        with refused("modules or a forward that its class does not have"):
+            CachedModel(model, 61, "a model")

@@ -300,7 +300,8 @@ def test_the_tokenizer_its_template_and_the_ends_of_a_text_are_those_of_the_file
     assert load_model(folder, tokenizer, "float32", "cpu").score(torch.tensor([ids])).isfinite().all()
 
 
-def test_a_sentencepiece_tokenizer_is_read_and_tied_embeddings_too(written, models_folder, tmp_path):
+@pytest.mark.parametrize("spaced", [None, True, False])
+def test_a_sentencepiece_tokenizer_is_read_and_tied_embeddings_too(spaced, written, models_folder, tmp_path):
     vocabulary = sentence_piece(VOCABULARY).get_vocab()
     tokens = [token for token in sorted(vocabulary, key=vocabulary.get) if token[:4] not in ("<0x8", "<0x9")]
     types = [2, 3, 3, *(6 if token.startswith("<0x") else 1 for token in tokens[3:])]
@@ -309,12 +310,14 @@ def test_a_sentencepiece_tokenizer_is_read_and_tied_embeddings_too(written, mode
         "tokenizer.ggml.merges": None, "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types,
         "tokenizer.ggml.scores": [-float(index) for index in range(len(tokens))],
         "tokenizer.ggml.unknown_token_id": 0, "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_space_prefix": spaced,
     }  # fmt: skip
     file = written(tmp_path / "tiny.gguf", metadata, tensors={"output": lambda _: None})
     assert download("tiny", "--gguf", str(file)) == 0
     tokenizer = AutoTokenizer.from_pretrained(models_folder / "tiny")
     ids = tokenizer.encode("the lamp")
     assert ids[0] == 1 and tokenizer.decode(ids, skip_special_tokens=True) == "the lamp"
+    assert tokenizer.convert_ids_to_tokens(ids[1]) == ("t" if spaced is False else "▁")
     copy = AutoModelForCausalLM.from_pretrained(models_folder / "tiny")
     assert copy.config.tie_word_embeddings and copy.lm_head.weight is copy.model.embed_tokens.weight
 
