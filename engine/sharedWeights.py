@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -43,8 +44,11 @@ class RestrictedHead(nn.Module):
         return logits
 
 
-LIBRARIES = "transformers.", "torch.nn.", f"{__package__}."  # Their modules keep nothing else that changes a text.
-PLAIN = (bool, int, float, str, tuple)  # settings of a module: none of these shares memory
+# Their modules, and objects that modules keep, hold nothing else that changes a text.
+LIBRARIES = "transformers.", "torch", f"{__package__}.", "accelerate.", "builtins", "collections", "functools"
+PLAIN = (bool, int, float, str, NoneType)  # settings of a module
+SHARED = (Tensor, list, dict, set, tuple)  # what a module keeps beside its parts, in whatever state it is
+_OF_ANY = {*vars(nn.Module())}  # what every module keeps, its parts among them
 
 
 class RestrictedModel(CachedModel):
@@ -88,12 +92,14 @@ class RestrictedModel(CachedModel):
 _COPIES: WeakKeyDictionary[PreTrainedModel, tuple[PreTrainedModel, list[Any], list[Any]]] = WeakKeyDictionary()
 
 
-def sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A second model that shares the weights and the hooks. Setting or replacing a part of one does not change
-    the other."""
+def sharing_copy(model: PreTrainedModel, kept: Sequence[Any] = ()) -> PreTrainedModel:
+    """A second model that shares the weights and the hooks, and of `kept` what is SHARED. Setting or replacing a part
+    of one does not change the other."""
+    parts = [*model.parameters(), *model.buffers(), *(value for value in kept if isinstance(value, SHARED))]
+    parts += [hook for module in model.modules() for hook in hooks_of(module)]
     try:
-        return copy.deepcopy(model, {id(part): part for part in shared_parts(model)})
-    except (TypeError, pickle.PicklingError) as error:
+        return copy.deepcopy(model, {id(part): part for part in parts})
+    except (TypeError, RuntimeError, pickle.PicklingError) as error:
         raise UserError(f"this {type(model).__name__} has an attribute that cannot be copied ({error})") from error
 
 
@@ -107,28 +113,28 @@ def library_twin(model: PreTrainedModel) -> PreTrainedModel:
 def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     """The sharing copy that is kept for `model` as long as the model lives.
 
-    It is created again if a weight or a hook was replaced, as by `resize_token_embeddings`, a module or its `forward`,
-    or if a setting changed: of the configuration, or a number or name that a module keeps. A weight that changes in
-    place, as in training, changes in both. A module of another library may keep anything: with one, each call makes a
-    copy.
+    It is created again if a weight was replaced, as by `resize_token_embeddings`, a module or what it keeps, a hook, or
+    if a setting changed. What changes in place, as weights in training, changes in both. With a module or an object of
+    another library, which may keep anything, each call makes a copy.
     """
     modules = list(model.modules())
-    if not all(type(module).__module__.startswith(LIBRARIES) for module in modules):
-        return sharing_copy(model)
-    parts = [*shared_parts(model), *map(type, modules), *(vars(module).get("forward") for module in modules)]
-    kept = [{k: v for k, v in vars(m).items() if isinstance(v, PLAIN) and k != "training"} for m in modules]
-    settings = [model.config.to_dict(), model.config._attn_implementation, *kept]
+    kept = [{name: value for name, value in vars(m).items() if name not in _OF_ANY} for m in modules]
+    values = [value for of_module in kept for value in of_module.values()]
+    if not all(type(each).__module__.startswith(LIBRARIES) for each in (*modules, *values)):
+        return sharing_copy(model, values)
+    parts: list[Any] = [*model.parameters(), *model.buffers()]
+    for module, of_module in zip(modules, kept):  # In the order of the modules: a hook may move to another one.
+        parts += [type(module), *hooks_of(module), *(v for v in of_module.values() if not isinstance(v, PLAIN))]
+    settings = [model.config.to_dict(), model.config._attn_implementation]
+    settings += [(name, v if isinstance(v, PLAIN) else None) for of_module in kept for name, v in of_module.items()]
+    settings += [[*module._forward_hooks_with_kwargs.values()] for module in modules]
     shared, before, had = _COPIES.get(model, (None, [], []))
     same = len(parts) == len(before) and all(a is b for a, b in zip(parts, before))
     if shared is None or not same or settings != had:
-        shared = sharing_copy(model)
+        shared = sharing_copy(model, values)
         _COPIES[model] = shared, parts, settings
     return shared
 
 
-def shared_parts(model: PreTrainedModel) -> Iterator[Any]:
-    """The parameters, the buffers and the hooks."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+def hooks_of(module: nn.Module) -> list[Any]:
+    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]

@@ -196,6 +196,9 @@ def check_settings(
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
         refuse("past_key_values of your own")
+    prepare = model.prepare_inputs_for_generation  # Its inputs are prepared by `CachedModel` instead.
+    if not getattr(prepare, "__func__", prepare).__module__.startswith("transformers."):
+        refuse("a model that prepares its inputs in its own way, as one with a trained prompt does")
     models = {"model": model, "draft": draft if isinstance(draft, PreTrainedModel) else model}
     for role, decoder in models.items():
         if getattr(decoder, "peft_config", None):

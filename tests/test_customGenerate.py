@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -19,12 +20,14 @@ from mistakes import always_accept
 from outcomes import largest_error, small
 from test_head import network_for
 from test_specSampling import near
+from torch.nn.utils import prune
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     DynamicCache,
     GenerationConfig,
+    GPTNeoXForCausalLM,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
@@ -328,6 +331,62 @@ def test_a_setting_that_changes_between_two_calls_is_followed(draft):
             change(layer)
         texts.append(equal(model, custom).sequences.tolist())
     assert texts[0] != texts[1] != texts[2]
+
+
+def test_a_hook_that_moves_to_another_module_is_followed(draft):
+    model, custom, texts = tiny(seed=6), speculative(draft), []
+    for register in "register_forward_hook", "register_forward_pre_hook":
+        change = lambda module, given, *output: (output or given)[0] * 2 - 1  # noqa: E731
+        for layer in model.gpt_neox.layers:
+            hook = getattr(layer.mlp, register)(change)
+            texts.append(equal(model, custom).sequences.tolist())
+            hook.remove()
+    assert len(set(map(str, texts))) == 4
+
+
+KEPT = {  # {what a module keeps a tensor in: (how it does, how it is read)}
+    "itself": (lambda x: x, lambda kept: kept),
+    "list": (lambda x: [x], lambda kept: kept[0]),
+    "tuple": (lambda x: (1, x), lambda kept: kept[1]),
+    "dict": (lambda x: {"x": x}, lambda kept: kept["x"]),
+    "object": (lambda x: SimpleNamespace(x=x), lambda kept: kept.x),
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_module_keeps_may_change_between_two_calls(draft, kind):
+    model, custom, (keep, read) = tiny(seed=6), speculative(draft), KEPT[kind]
+    layer, vector = model.gpt_neox.layers[0], torch.linspace(-2, 2, 32)
+    layer.register_forward_hook(lambda module, given, output: output + read(module.kept))
+    texts = set()
+    for kept in vector, -vector, (other := vector.square()):
+        layer.kept = keep(kept)
+        texts.add(str(equal(model, custom).sequences.tolist()))
+    other.neg_()
+    texts.add(str(equal(model, custom).sequences.tolist()))
+    assert len(texts) == 4
+
+
+def test_pruned_weights_are_followed(draft):
+    model, custom = tiny(seed=6), speculative(draft)
+    before = equal(model, custom).sequences.tolist()
+    layer = model.gpt_neox.layers[0].mlp.dense_4h_to_h
+    prune.random_unstructured(layer, "weight", 0.8)
+    assert equal(model, custom).sequences.tolist() != before
+
+
+def test_a_model_that_prepares_its_inputs_itself_is_refused(draft):
+    class Prompted(GPTNeoXForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **options):
+            return super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **options)
+
+    base = tiny(seed=6)
+    model = Prompted(base.config)
+    for each in model, base:
+        if each is base:  # as PEFT does while a trained prompt is in use
+            base.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+        with pytest.raises(ValueError, match="prepares its inputs in its own way"):
+            greedy(each, speculative(draft))
 
 
 # A trained head.
