@@ -92,7 +92,8 @@ def synthetic(alpha: float, rule: VerificationRule = token_rule) -> Verification
     def verify(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         at, before = drafts[..., None], p[:, : drafts.shape[1]]
         q_x = q.gather(-1, at)  # 0 where a row has no guess: p stays what it is.
-        before.scatter_(-1, at, torch.where(q_x > 0, alpha * q_x, before.gather(-1, at)))
+        p_x = max(alpha, 1e-15) * q_x  # Not 0: p may have no other token.
+        before.scatter_(-1, at, torch.where(q_x > 0, p_x, before.gather(-1, at)))
         return rule(p, q, drafts, u)
 
     return verify

@@ -256,8 +256,9 @@ class Description:
     def check(self, layers: nn.ModuleList) -> None:
         """Raise RuntimeError if the kernels do not compute what the model computes: first a small twin in float32, from
         the first position to the last, where every difference but rounding is seen; then the model itself with three
-        of its layers. (Some models scale each layer by its number.) All its layers have the parts of the twin's: an
-        adapter in a part's place may change so little that 16 bits hide it, or be in other layers."""
+        of its layers, and with each whose numbers no earlier one has. (Some models scale each layer by its number.)
+        All its layers have the parts of the twin's: an adapter in a part's place may change so little that 16 bits
+        hide it, or be in other layers."""
         key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
         is_head = isinstance(self.model, HeadNetwork)
         if key not in _AGREE and not is_head:
@@ -273,7 +274,9 @@ class Description:
                 raise RuntimeError("its layers have several sizes")
             if not is_head and not any(parts_in(layer).items() <= right.items() for right in _AGREE[key]):
                 raise RuntimeError("parts of its layers are not those of its class")
-        self.check_layers(sorted({0, len(layers) // 2, len(layers) - 1}), 64)
+        numbers = [numbers_in(layer) for layer in layers]
+        others = {place for place, each in enumerate(numbers) if each not in numbers[:place]}
+        self.check_layers(sorted({len(layers) // 2, len(layers) - 1} | others), 64)
 
     @torch.inference_mode()
     def check_layers(self, places: Sequence[int], count: int, tolerance: float | None = None) -> None:
@@ -329,6 +332,12 @@ class Description:
 def parts_in(layer: nn.Module) -> dict[str, type]:
     """{name: class} of the parts of a layer but those that a copy in few bits has instead."""
     return {name: type(part) for name, part in layer.named_modules() if not isinstance(part, QuantisedLinear)}
+
+
+def numbers_in(layer: nn.Module) -> list[tuple[str, str, float]]:
+    """(module, name, value) of the numbers that the modules of a layer keep, such as scales; not the layer's own."""
+    modules = [(part, name, value) for part, module in layer.named_modules() for name, value in vars(module).items()]
+    return [entry for entry in modules if isinstance(entry[2], (int, float)) and entry[1] != "layer_idx"]
 
 
 def shapes_in(layer: nn.Module) -> dict[str, torch.Size]:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,7 +27,7 @@ from inputs.commandLine import visible
 from inputs.progress import Bar, followed
 from methods.catalogue import METHODS, build, repeatable
 from methods.samplers import Sampler, guesser, rule_of
-from utils import GREEDY, Sampling
+from utils import Sampling
 
 ROLES = "draft", "target", "speculative"
 TEXTS, FEWEST = 2, 4  # of a queue of --sweep batch: TEXTS for each row of its batch, FEWEST at least
@@ -177,7 +178,7 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
     runs = {"naive": (target, sampling)}
     of_scores = settings.decoding.sampling_of_scores
     runs |= {name: (s, of_scores if METHODS[name].contrasts else sampling) for name, s in samplers.items()}
-    runs["greedy"] = target, GREEDY
+    runs["greedy"] = target, replace(sampling, temperature=0.0)
     counts_of = {name: repeats if sampling.temperature else 1 for name, (_, sampling) in runs.items()}
     with Bar("diversity", sum(counts_of.values()) * len(prompts)) as bar:
         for name, (sampler, sampling) in runs.items():

@@ -193,7 +193,7 @@ def pieces_of_run(run: RunLine, lines: Sequence[Line]) -> Iterator[RenderableTyp
     if speed:
         yield Text(speed_notes(speed, [piece for piece in of_speed if isinstance(piece, Table)], pythia))
     if diversity := of_kind(lines, schema.DiversityLine):
-        yield diversity_table(diversity)
+        yield diversity_table(run, diversity)
     if texts := of_kind(lines, schema.TextPerplexityLine):
         yield text_table(texts, pythia)
     if corpora := of_kind(lines, schema.CorpusPerplexityLine):

@@ -60,12 +60,14 @@ def is_the_reports(run: RunLine) -> bool:
     return (names.get("target"), names.get("draft")) == ("pythia-2.8b", "pythia-70m")
 
 
-def diversity_table(lines: Sequence[DiversityLine]) -> Table:
+def diversity_table(run: RunLine, lines: Sequence[DiversityLine]) -> Table:
     """One row for each method, and below them the article's figures."""
-    first = lines[0]
+    first, flags = lines[0], run["flags"]
+    unsaid = {"top_k": 0, "repetition_penalty": 1}.items()
+    more = "".join(f"{name} {flags[name]}, " for name, value in unsaid if flags.get(name, value) != value)
     title = (
         f"Diversity: {counted(first['prompts'], 'prompt')}, maxLen {first['maxLen']}, "
-        f"temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
+        f"temperature {first['temperature']}, top_p {first['top_p']}, {more}{first['dtype']}"
     )
     table = Table(title, ["", "texts", *DIVERSITY], notes=DIVERSITY_NOTES)
     for line in lines:

@@ -357,9 +357,11 @@ def test_a_figure_that_cannot_be_written_is_said_and_the_run_is_finished(run, tm
 
 def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
     (tmp_path / "prompts.txt").write_text("The bell\n\nThe lamp was\n")
-    for words in (), ("--promptFile", tmp_path / "prompts.txt"):
+    greedy = set()
+    for words in (), ("--repetition_penalty", 1.5), ("--promptFile", tmp_path / "prompts.txt"):
         lines = of_kind(run("--diversity --repeats 3", *words, base=prompted(flags)), "diversity")[-5:]
-        prompts = 2 if words else 5
+        prompts = 2 if "--promptFile" in words else 5
+        greedy.add(lines[-1]["sha256"])
         several = dict.fromkeys(("naive", "speculative"), 3 * prompts)
         single = dict.fromkeys(("contrastive", "speculativeContrastive", "greedy"), prompts)
         assert {m["method"]: m["texts"] for m in lines} == several | single
@@ -367,7 +369,8 @@ def test_diversity_of_the_articles_prompts_or_of_a_files(run, flags, tmp_path):
         each = {m["method"]: m["each"] for m in lines}
         assert each["contrastive"] == each["speculativeContrastive"]
         assert {m["method"] for m in lines if not m["temperature"]} == single.keys()
-    assert "article, contrastive" in (tmp_path / "results.txt").read_text().replace("\n", " ")
+    text = " ".join((tmp_path / "results.txt").read_text().split())
+    assert "article, contrastive" in text and len(greedy) == 3 and text.count("repetition_penalty 1.5, float32") == 1
 
 
 CHAT = (

@@ -632,6 +632,16 @@ REFUSED = {
         lambda: changed(lambda model: setattr(model.model.layers[1].mlp, "act_fn", nn.ReLU()), layers=4),
         PARTS,
     ),
+    "a scale of one layer": (
+        lambda: changed(lambda model: setattr(model.model.layers[1].self_attn, "scaling", 1.0), layers=5),
+        UNLIKE,
+    ),
+    "a number of one norm": (
+        lambda: changed(
+            lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.5), layers=5
+        ),
+        UNLIKE,
+    ),
     "an adapter": (lambda: changed(with_adapter), PARTS),
     "fewer heads": (lambda: changed(with_half_of_its_heads), "its heads are not those of its configuration"),
     "a narrower layer": (lambda: changed(narrowed, layers=4), "its layers have several sizes"),

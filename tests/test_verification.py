@@ -114,3 +114,6 @@ def test_a_synthetic_rule_leaves_p_where_a_row_has_no_guess():
     for u, wanted in ((0.4, (1, 2)), (0.6, (0, 1))):
         accepted, token = verification.synthetic(0.5)(p.clone(), q, drafts, torch.full((1, 3), u))
         assert (accepted.item(), token.item()) == wanted
+        q = torch.eye(4)[drafts]  # A guess that is the target's only token is rejected at the rate 0, too.
+        accepted, token = verification.synthetic(0.0)(torch.eye(4)[None, [1, 2, 3]], q, drafts, torch.full((1, 3), u))
+        assert accepted.item() == 0 and token.item() < 4
