@@ -45,7 +45,7 @@ class RestrictedHead(nn.Module):
 
 
 # Their modules, and objects that modules keep, hold nothing else that changes a text.
-LIBRARIES = "transformers.", "torch", f"{__package__}.", "accelerate.", "builtins", "collections", "functools"
+LIBRARIES = "transformers.", "torch.", f"{__package__}.", "accelerate.", "builtins."
 PLAIN = (bool, int, float, str, NoneType)  # settings of a module
 SHARED = (Tensor, list, dict, set, tuple)  # what a module keeps beside its parts, in whatever state it is
 _OF_ANY = {*vars(nn.Module())}  # what every module keeps, its parts among them
@@ -120,7 +120,8 @@ def kept_copy(model: PreTrainedModel) -> PreTrainedModel:
     modules = list(model.modules())
     kept = [{name: value for name, value in vars(m).items() if name not in _OF_ANY} for m in modules]
     values = [value for of_module in kept for value in of_module.values()]
-    if not all(type(each).__module__.startswith(LIBRARIES) for each in (*modules, *values)):
+    owners = [getattr(each, "__self__", each) for each in (*modules, *values)]  # A method is its object's.
+    if not all(f"{type(each).__module__}.".startswith(LIBRARIES) for each in owners):
         return sharing_copy(model, values)
     parts: list[Any] = [*model.parameters(), *model.buffers()]
     for module, of_module in zip(modules, kept):  # In the order of the modules: a hook may move to another one.

@@ -1,6 +1,6 @@
 """Released engines without the faults that docs/engines.md names as the causes of their errors.
 
-`python -m scripts.auditEngines --mended` audits their texts: if no test rejects these, the faults were the whole cause.
+`python -m scripts.auditEngines --mended` audits their texts. If a test rejected them, another fault would be left.
 """
 
 import os

@@ -7,7 +7,9 @@ import re
 import sys
 import threading
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import helpers
@@ -344,12 +346,25 @@ def test_a_hook_that_moves_to_another_module_is_followed(draft):
     assert len(set(map(str, texts))) == 4
 
 
+class Steerer:
+    """An object of the user's, whose method a module keeps."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def read(self):
+        return self.x
+
+
 KEPT = {  # {what a module keeps a tensor in: (how it does, how it is read)}
     "itself": (lambda x: x, lambda kept: kept),
     "list": (lambda x: [x], lambda kept: kept[0]),
     "tuple": (lambda x: (1, x), lambda kept: kept[1]),
     "dict": (lambda x: {"x": x}, lambda kept: kept["x"]),
     "object": (lambda x: SimpleNamespace(x=x), lambda kept: kept.x),
+    "deque": (lambda x: deque([x]), lambda kept: kept[0]),
+    "partial": (lambda x: partial(torch.clone, x), lambda kept: kept()),
+    "method": (lambda x: Steerer(x).read, lambda kept: kept()),
 }
 
 
