@@ -140,7 +140,7 @@ def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, se
         raise UserError(f"--mended is for {', '.join(mended.METHODS)}")
     mode = f"--lossless {OWN} --tokens {tokens}" if mistakes else f"--compare {ENGINES},{OWN} --compile"
     inputs = load_inputs(parse(f"{mode} {FLAGS}".split()))
-    judges = inputs.load(inputs.dtype, roles=SCORED)
+    judges, records = inputs.load(inputs.dtype, roles=SCORED), Records(ROOT)
     models, methods = inputs.load_first(), dict[str, OtherMethod]()
     about = without_places(run_record(inputs, models, [])) | {"command": "make audit", "dtype": "float32"}
 
@@ -159,7 +159,7 @@ def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, se
         cells = read_json(FILE).get(field, []) if FILE.exists() else []
         before = [cell for cell in cells if cell.items() >= key.items()]
         is_whole = [not cell["failed"] and (cell["tokens"] >= tokens or setting == "greedy") for cell in before]
-        if any(whole and cell["code"] == code_of(name) for whole, cell in zip(is_whole, before)):
+        if any(whole and records.is_of_now(cell["code"]) for whole, cell in zip(is_whole, before)):
             continue
         start, place = time.time(), about["machine"]["processor"]
         most = max([tokens, *(cell["tokens"] for cell in before if not cell["failed"])])  # None gets fewer than it had.

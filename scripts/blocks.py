@@ -230,6 +230,15 @@ def records_table(records: Records) -> str:
     return markdown(table)
 
 
+def carried_table(records: Records) -> str:
+    """Which changes of the code no record had to be measured again for, and what was repeated to show it."""
+    table = Table("", ["on", "change", "repeated: texts and figures, all the same"])
+    for change in records.carried:
+        shown = ", ".join(f"`{one['record']}`: {one['same']:,}" for one in change["shown"])
+        table.add(change["time"], change["why"], shown)
+    return markdown(table)
+
+
 def imports(root: Path = ROOT) -> dict[str, list[str]]:
     """{folder of code or file in the root: the others among them that it imports}, from the lowest to the highest."""
     files = {folder.parent.name: [*folder.parent.rglob("*.py")] for folder in root.glob("*/__init__.py")}
@@ -333,6 +342,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "methods": methods_table,
     "flags": flags_tables,
     "records": records_table,
+    "carried": carried_table,
     "kernels": lambda records: markdown(Table("", **records["kernels"][0]["table"])),
     "results": excerpt,
     "chat": conversation,

@@ -30,7 +30,7 @@ from engine.sharedWeights import sharing_copy
 from experiments.intervals import Interval
 from experiments.loading import SCALE, Inputs, LoadedModels, make_copies
 from experiments.prepare import load_inputs
-from experiments.runRecord import code_version, is_of_now, model_record, origin
+from experiments.runRecord import code_version, model_record, origin
 from experiments.settings import parse
 from experiments.theory import by_position, chances, overlap, rounds_along, uncut
 from inputs.commandLine import as_command, script_parser
@@ -39,7 +39,7 @@ from inputs.models import model_version, read_json
 from methods.catalogue import build
 from report.figures import DARK, GREY, RED, Figure, plt
 from report.tables import Table, markdown, span
-from scripts.keepRecord import source
+from scripts.keepRecord import Records, source
 from utils import Sampling
 
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
@@ -290,6 +290,7 @@ def count_all(target: str) -> None:
     if target == OFF_GRID and not folder.exists():
         write_off_grid(folder)
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
+    is_of_now = Records(ROOT).is_of_now
     for temperature in TEMPERATURES:
         for way, flags in OWN[target].items():
             key = {"way": way, "temperature": temperature}

@@ -3,12 +3,18 @@
     python -m scripts.keepRecord                   every record that other code measured: hours, on an idle machine
     python -m scripts.keepRecord compare head      these
     python -m scripts.keepRecord chat --from DIR   DIR/chat.json, the record of one file, which its own command wrote
+    python -m scripts.keepRecord first --carry WHY let the records of the code that measured these stay: see below
 
 The runs of a record are written to .records/, or to DIR. Finished runs of the same code and flags that are there are
 not measured again, so it goes on where it was stopped. Records without times may be measured there beforehand by
 several processes (`accelerate launch --multi_gpu --num_processes 2 test.py --lossless ... --out .records`). A record
 replaces the one that was kept under its name. The project's results.txt is that of "first", `python test.py`.
 `python -m scripts.render` then writes the documentation.
+
+Not every change of the code changes what it measures: it may refuse a model that no record has. `--carry WHY` repeats
+the named records with the code of today (`test.py --rerun`). If every text and figure that flags and seed fix is the
+same, carried.json says so, and the records of the older code count as of today's. The reason should say why no time
+changes either, since a repetition compares none.
 """
 
 import json
@@ -16,6 +22,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -24,7 +31,7 @@ from typing import Any, cast
 import torch
 
 from experiments.intervals import too_fast
-from experiments.runRecord import is_of_now
+from experiments.runRecord import comparable, compare, is_of_now
 from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
@@ -89,15 +96,15 @@ class Records:
     """The committed measurements of the project in the folder `root`: every figure in its documentation is of them.
 
     In docs/records/, index.json names runs: {"compare": "0a37afb3", ...}; results.jsonl holds them, as test.py writes;
-    the others are records of one file: rounds.json and the like. `records["compare"]` is a run with its measurements,
-    `records["rounds"]` the record of that file, with none.
+    carried.json lists changes of the code that changed no figure; the others are records of one file: rounds.json and
+    the like. `records["compare"]` is a run with its measurements, `records["rounds"]` that of a file, with none.
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder = root, root / "docs" / "records"
         self.files = {file.stem: read_json(file) for file in sorted(self.folder.glob("*.json"))}
         runs = {run["run"]: (run, lines) for run, lines in Results(self.folder).runs()}
-        index = self.files.pop("index", {})
+        index, self.carried = self.files.pop("index", {}), self.files.pop("carried", [])
         self.pieces: dict[str, list[Any]] = {}  # what was rendered of a record so far
         self.runs: dict[str, Run] = {name: runs[run] for name, run in index.items() if run in runs}
 
@@ -109,6 +116,12 @@ class Records:
             raise UserError(f"there is no record {name!r} in docs/records/")
         return self.files[name], []
 
+    def is_of_now(self, code: str, device: str = "cpu") -> bool:
+        """Whether the code of today, or older code that differs only in what carried.json lists, has this digest."""
+        for change in self.carried:
+            code = " ".join(change["digests"].get(part, part) for part in code.split())
+        return is_of_now(code, device)
+
     def is_stale(self, name: str) -> bool:
         """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
         should be; whether any part of another record is of other code. A training's record stays with the weights that
@@ -119,14 +132,14 @@ class Records:
             codes = {part.get("code", "") for part in [*parts, *record.get("mistakes", []), *record.get("mended", [])]}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             device = "cuda" if name == "kernels" else "cpu"
-            return "variants" not in record and not all(is_of_now(code, device) for code in codes)
+            return "variants" not in record and not all(self.is_of_now(code, device) for code in codes)
         if name not in self.runs:
             return name in MEASURED
         run, lines = self.runs[name]
         flags, processes = MEASURED.get(name, (run["command"], 1))
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
         is_whole = run["command"] == flags and not 0 < measured < processes
-        return not (is_whole and is_of_now(run.get("code", ""), run["device"]))
+        return not (is_whole and self.is_of_now(run.get("code", ""), run["device"]))
 
 
 def command_of(record: Mapping[str, Any]) -> str:
@@ -182,6 +195,12 @@ def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list
     return [(command_without_places(shlex.split(run[0]["command"]), named), run) for run in ended]
 
 
+def runs_of_now(folder: Path, words: str) -> list[Run]:
+    """The finished runs of a command line in a folder that are of today's code, oldest first."""
+    runs = [run for command, run in finished_runs(folder) if command == words]
+    return [run for run in runs if is_of_now(run[0].get("code", ""), run[0]["device"])]
+
+
 def of_processes(runs: Sequence[Run]) -> Run:
     """One record of several runs of one command: all their timed texts with the number of the process, of each step
     (`--steps`) the median of each process, what else the first one measured, and which programs failed in any. Raises
@@ -215,8 +234,7 @@ def measure(name: str, folder: Path) -> Run:
     flags, processes = MEASURED[name]
     command, before = [str(ROOT / "test.py"), *shlex.split(flags), "--out", str(folder)], -1
     while True:
-        of_command = [run for command, run in finished_runs(folder) if command == flags]
-        runs = [run for run in of_command if is_of_now(run[0].get("code", ""), run[0]["device"])]
+        runs = runs_of_now(folder, flags)
         if len(runs) >= processes:
             return of_processes(runs[-processes:])
         if len(runs) == before:
@@ -253,9 +271,35 @@ def keep_record(root: Path, name: str, folder: Path) -> None:
     print(f"Kept as {name!r}. Now render the documentation: python -m scripts.render")
 
 
+def carry(root: Path, names: Sequence[str], folder: Path, why: str) -> None:
+    """Let records of older code count as of today's, if the records `names` come out the same. Raises UserError if
+    anything that flags and seed fix differs."""
+    records, digests, shown = Records(root), dict[str, str](), list[dict[str, Any]]()
+    if not names or not {*names} <= {*records.runs}:
+        raise UserError(f"--carry: name records of runs to repeat, of {', '.join(records.runs)}")
+    for name in names:
+        (run, lines), known = records.runs[name], Results(folder).runs()
+        for line in [] if run["run"] in {head["run"] for head, _ in known} else [run, *lines]:
+            Results(folder).append(**line)
+        again = f"--rerun {run['run']}"
+        if not runs_of_now(folder, again):
+            subprocess.run([sys.executable, str(ROOT / "test.py"), *again.split(), "--out", str(folder)])
+        if not (runs := runs_of_now(folder, again)):
+            raise UserError(f"--carry: the command of {name} failed: test.py {again}")
+        sentences, same = compare(run, lines, *runs[-1])
+        if not same:
+            raise UserError(f"--carry: {name} is not the same: {' '.join(sentences)}")
+        digests |= zip(run["code"].split(), runs[-1][0]["code"].split(), strict=True)
+        shown.append({"record": name, "same": len(comparable(runs[-1][1]))})
+    now = {"time": time.strftime("%Y-%m-%d"), "why": why, "shown": shown}
+    changed = {old: new for old, new in digests.items() if old != new}
+    replace_file(records.folder / "carried.json", json.dumps([*records.carried, now | {"digests": changed}]) + "\n")
+
+
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
+    parser.add_argument("--carry", type=text, metavar="WHY", help="let records of the code before stay, if these do")
     parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
 
     def keep() -> None:
@@ -266,6 +310,8 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
             shown = ", ".join(known) + did_you_mean(unknown[0], known)
             raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
         args.folder.mkdir(exist_ok=True)
+        if args.carry:
+            return carry(root, args.name, args.folder, args.carry)
         failed = []
         processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
         here = [processor, *["CUDA"] * torch.cuda.is_available()]

@@ -77,6 +77,33 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     assert after.is_stale("first")
 
 
+def test_records_of_older_code_are_carried_over_a_change_if_what_is_repeated_is_the_same(
+    copy, keep, monkeypatch, tmp_path, capsys
+):
+    run, lines = render.Records(copy)["first"]
+    text = next(line for line in lines if line["kind"] == "speed")
+    same = text["sha256"]
+    for other, code in ("0" * 64, 2), (same, 0):
+        text["sha256"] = other
+
+        def rerun(command, env=None):
+            assert command[2:4] == ["--rerun", run["run"]]
+            name = f"{other[:3]}again"
+            for line in run | {"code": code_version(), "command": shlex.join(command[2:])}, *lines:
+                Results(command[-1]).append(**line | {"run": name})
+
+        monkeypatch.setattr(keepRecord.subprocess, "run", rerun)
+        assert keep("first", "--carry", "a refusal") == code
+        now = render.Records(copy)
+        assert now.is_of_now(run["code"]) == (code == 0) and not now.is_of_now("sha256:0")
+        if code:
+            assert not now.carried
+            one_line(capsys, "first is not the same: Run", "1 of", script="keepRecord")
+            Results(tmp_path / "runs").lines.unlink()  # It would be the same again, and is not repeated.
+    assert [change["why"] for change in now.carried] == ["a refusal"] and now.carried[0]["shown"][0]["same"] > 1
+    assert keep("--carry", "nothing") == keep("rounds", "--carry", "a file") == 2
+
+
 def test_a_record_of_another_kind_of_processor_is_measured_if_it_is_named(keep, monkeypatch):
     monkeypatch.setattr(keepRecord, "CAPABILITY", {"other": "an abacus"})
     assert keep() == 0 and [command[2] for command in keep.commands] == ["--head"] * 2
