@@ -116,11 +116,16 @@ class Records:
             raise UserError(f"there is no record {name!r} in docs/records/")
         return self.files[name], []
 
-    def is_of_now(self, code: str, device: str = "cpu") -> bool:
-        """Whether the code of today, or older code that differs only in what carried.json lists, has this digest."""
+    def carried_to(self, code: str) -> str:
+        """The digest of the newest code that differs from that with the digest `code` only in what carried.json
+        lists."""
         for change in self.carried:
             code = " ".join(change["digests"].get(part, part) for part in code.split())
-        return is_of_now(code, device)
+        return code
+
+    def is_of_now(self, code: str, device: str = "cpu") -> bool:
+        """Whether a record with this digest counts as measured by the code of today."""
+        return is_of_now(self.carried_to(code), device)
 
     def is_stale(self, name: str) -> bool:
         """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
@@ -289,7 +294,7 @@ def carry(root: Path, names: Sequence[str], folder: Path, why: str) -> None:
         sentences, same = compare(run, lines, *runs[-1])
         if not same:
             raise UserError(f"--carry: {name} is not the same: {' '.join(sentences)}")
-        digests |= zip(run["code"].split(), runs[-1][0]["code"].split(), strict=True)
+        digests |= zip(records.carried_to(run["code"]).split(), runs[-1][0]["code"].split(), strict=True)
         shown.append({"record": name, "same": len(comparable(runs[-1][1]))})
     now = {"time": time.strftime("%Y-%m-%d"), "why": why, "shown": shown}
     changed = {old: new for old, new in digests.items() if old != new}

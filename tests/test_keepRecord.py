@@ -101,6 +101,9 @@ def test_records_of_older_code_are_carried_over_a_change_if_what_is_repeated_is_
             one_line(capsys, "first is not the same: Run", "1 of", script="keepRecord")
             Results(tmp_path / "runs").lines.unlink()  # It would be the same again, and is not repeated.
     assert [change["why"] for change in now.carried] == ["a refusal"] and now.carried[0]["shown"][0]["same"] > 1
+    change = {"digests": {code_version(): "sha256:later"}}  # Changes follow one another.
+    now.carried.append(change)
+    assert now.carried_to(run["code"]) == "sha256:later"
     assert keep("--carry", "nothing") == keep("rounds", "--carry", "a file") == 2
 
 
