@@ -95,7 +95,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
         if isinstance(self.draft, (str, Path)):
             return ModelDrafter(load_head(Path(self.draft), target))
         if self.draft is not None:
-            return ModelDrafter(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft"))
+            return ModelDrafter(from_position_0(CachedModel(kept_copy(self.draft), self.vocabulary, "the draft")))
         copies = _COPIES.setdefault(target.model, {})
         if (key := (self.bits, target.device)) not in copies:
             copies[key] = copies_of(target, [self.bits]).of(self.bits, target).model
@@ -135,7 +135,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
             streamer.put(torch.tensor(tokens))  # a round at once, as the library's own assisted decoding
 
         try:
-            target = CachedModel(kept_copy(model), self.vocabulary, "the model")
+            target = from_position_0(CachedModel(kept_copy(model), self.vocabulary, "the model"))
             tokens, records = specSampling(
                 prompts,
                 target=target,
@@ -191,7 +191,8 @@ def check_settings(
         if getattr(config, name) not in (None, honoured):
             refuse(f"{name}={getattr(config, name)!r}: give {name}={honoured!r}")
     for name, value in inputs.items():
-        if name not in INPUTS and value is not None and value is not False:
+        empty = value is None or value is False or (isinstance(value, dict) and not value)
+        if name not in INPUTS and not empty:
             refuse(f"the input {name}")
     cache = inputs.get("past_key_values")
     if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
@@ -211,6 +212,12 @@ def check_settings(
         )
     if vocabulary is not None and not 0 < vocabulary <= min(sizes):
         raise ValueError(f"vocabulary must lie in [1, {min(sizes)}], the entries that both models have: {vocabulary}")
+
+
+def from_position_0(model: CachedModel) -> CachedModel:
+    """The model with the positions that `generate` gives to all models. By itself RoBERTa counts from another one."""
+    model.context, model.first_position = model.context + model.first_position, 0
+    return model
 
 
 def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]], Tensor]:
