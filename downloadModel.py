@@ -48,6 +48,9 @@ def files_to_download(repository: Manifest) -> list[HubFile]:
     shards = rf"model(\.safetensors)?-\d+-of-\d+\.safetensors|{re.escape(constants.SAFETENSORS_INDEX_FILE)}"
     weights = r"model\.safetensors" if "model.safetensors" in paths else shards
     needed = [file for file in repository.files if re.fullmatch(f"{SMALL_FILES}|{weights}", file.path)]
+    if "adapter_config.json" in paths:
+        remedy = "choose the model that it is for, or one that it is merged into"
+        raise UserError(f"{repo} has an adapter (adapter_config.json), and adapters are not loaded; {remedy}")
     if not any(file.path.endswith(".safetensors") for file in needed):
         others = [path for path in paths if path.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack"))]
         formats = f"no safetensors files, only {others[0]}" if others else "no safetensors files"

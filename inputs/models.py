@@ -68,6 +68,9 @@ def find_model(name: str | Path) -> Path:
         raise UserError(f"there is no model {str(name)!r}, {where}{did_you_mean(str(name), (*names, *NOT_MODELS))}")
     if folder.name.endswith(UNFINISHED):
         raise UserError(f"{folder} is an unfinished download; run downloadModel.py again to finish it")
+    if os.path.isfile(folder / "adapter_config.json"):
+        remedy = "merge the adapter first (model.merge_and_unload()) and name a folder of the merged model alone"
+        raise UserError(f"{folder} has an adapter (adapter_config.json), and adapters are not loaded; {remedy}")
     if not os.path.isfile(folder / "config.json"):
         raise UserError(f"{folder} is no model folder: it has no config.json; download the model again")
     if not isinstance(read_json(folder / "config.json"), dict):

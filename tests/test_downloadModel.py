@@ -106,7 +106,9 @@ def test_what_is_no_model_is_refused(hub, pythia, capsys):
     for name in "a/.hidden", "a/b.incomplete":
         assert_error(capsys, name, arguments=(name,))
     files = hub.models[NAME].files
-    del files["config.json"]
+    files["adapter_config.json"] = b"{}"
+    assert_error(capsys, "has an adapter")
+    del files["adapter_config.json"], files["config.json"]
     assert_error(capsys, "no config.json")
     del files["model.safetensors"]
     assert_error(capsys, "no safetensors files, only pytorch_model.bin", "never loaded", "--revision")
