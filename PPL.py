@@ -78,6 +78,7 @@ def perplexities(tokens: Sequence[int] | Tensor, target: Model, draft: Model | N
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
     check_context("text", len(tokens), target, draft)
+    check_tokens(torch.as_tensor(tokens), target, draft)
     log_probs = token_log_probs(torch.as_tensor(tokens), target, draft)
     return {role: exp(-values.double().mean().item()) for role, values in log_probs.items()}
 
@@ -87,6 +88,13 @@ def check_context(what: str, tokens: int, *models: Model | None) -> None:
     context = min(model.context for model in models if model is not None)
     if tokens > context:
         raise UserError(f"the {what} of {tokens} tokens exceeds the models' context of {context}")
+
+
+def check_tokens(tokens: Tensor, *models: Model | None) -> None:
+    """Raise UserError unless all models know the tokens of a text: a tokenizer may have more, such as an image's."""
+    vocabulary, most = min(model.vocabulary for model in models if model is not None), int(tokens.max())
+    if most >= vocabulary:
+        raise UserError(f"the text contains token {most}, outside the models' vocabulary of {vocabulary}; remove it")
 
 
 def exp(nats: float) -> float:
@@ -150,6 +158,7 @@ def calculate_ppl_corpus(
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
+    check_tokens(tokens, target, draft)
     size = {"words": len(text.split()), "bytes": len(text.encode())}
     pieces = windows(len(tokens), window, stride)
 
