@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def context_of(config: PretrainedConfig) -> int:
     """Tokens that a model of this config can read. Beyond its original length, the rotary embeddings of the kind
     "longrope" depend on the longest text of a batch: texts end there."""
-    positions = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)  # MPT's name
-    lengths = [positions or -1, 1 << 30]
+    names = "max_position_embeddings", "max_seq_len", "max_target_positions"  # the last two are MPT's and Whisper's
+    lengths = [next((length for name in names if (length := getattr(config, name, None))), -1), 1 << 30]
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if each.get("rope_type") == "longrope":
