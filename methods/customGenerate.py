@@ -117,7 +117,9 @@ class speculative:  # called like a function, as `torch.no_grad` is
         caller: Any = inspect.currentframe()
         while caller and (caller.f_code.co_name, caller.f_globals.get("__name__")) != ("generate", GENERATE):
             caller = caller.f_back
-        arguments = caller.f_locals if caller else {}
+        if caller is None:
+            refuse("a call from another thread than that of `generate`, whose streamer would be ignored")
+        arguments = caller.f_locals
         streamer = arguments.get("streamer") if streamer is None else streamer
         mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
         if mode not in ("greedy_search", "sample"):
@@ -210,6 +212,10 @@ def check_settings(
             f"the model's vocabulary has {sizes[0]} entries and the draft's {sizes[1]}: they must share one tokenizer. "
             "If they do and pad its vocabulary differently, call speculative(draft, vocabulary=len(tokenizer))"
         )
+    logits = getattr(model.get_output_embeddings(), "out_features", sizes[0])
+    if vocabulary is None and logits > sizes[0]:
+        remedy = "give both the same size with model.resize_token_embeddings"
+        raise ValueError(f"the model gives {logits} logits, and its configuration has {sizes[0]} tokens: {remedy}")
     if vocabulary is not None and not 0 < vocabulary <= min(sizes):
         raise ValueError(f"vocabulary must lie in [1, {min(sizes)}], the entries that both models have: {vocabulary}")
 

@@ -307,6 +307,25 @@ def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
     assert texts == [greedy(target, rows=[row], max_new_tokens=30).tolist() for row in ROWS]
 
 
+def test_a_call_from_another_thread_than_that_of_generate_is_refused(target, draft):
+    """The streamer and the other arguments that transformers hands on to no callable would be ignored."""
+
+    def elsewhere(*given, **how):
+        with ThreadPoolExecutor() as pool:
+            return pool.submit(speculative(draft), *given, **how).result()
+
+    with pytest.raises(ValueError, match="another thread than that of `generate`"):
+        greedy(target, elsewhere, rows=ROWS[:1], streamer=Heard())
+
+
+def test_an_output_layer_with_more_tokens_than_the_configuration_is_refused(draft):
+    model = tiny(seed=5)
+    model.set_output_embeddings(torch.nn.Linear(32, 80, bias=False))
+    with pytest.raises(ValueError, match="gives 80 logits, and its configuration has 61 tokens"):
+        greedy(model, speculative(draft))
+    equal(tiny(seed=5), speculative(draft))
+
+
 def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     model, custom = tiny(seed=6), speculative(draft)
     text = lambda: equal(model, custom).sequences.tolist()  # noqa: E731
