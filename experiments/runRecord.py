@@ -51,16 +51,14 @@ SUFFIXES = (".py", ".cpp", ".h")
 UNUSED = {"cpu": "engine/cuda*.py", "cuda": "engine/kernels/*.[ch]*"}  # {kind of device: source that only others use}
 # Source that changes no figure: it refuses, downloads or converts models, or reads the command line. A record has the
 # flags, the dtypes, and the hashes of weights and texts.
-CHECKS = (
-    "engine/gate.py", "engine/smallTwin.py", "inputs/commandLine.py", "inputs/devices.py", "inputs/files.py",
-    "inputs/gguf.py", "inputs/hub.py",
-)  # fmt: skip
+CHECKS = "inputs/commandLine.py", "inputs/devices.py", "inputs/files.py", "inputs/gguf.py", "inputs/hub.py"
 OF_MODES = {  # {flag: source that no other runs use}
     "audit": ("lossless/audit.py",),
     "compare": ("benchmark/*.py", "lossless/audit.py", "methods/programs/*.py"),  # Other engines' texts are judged.
     "lossless": ("lossless/trial.py", "lossless/mistakes.py"),
     "steps": ("benchmark/steps.py",),
     "sweep": ("experiments/sweep.py",),
+    "zoo": ("engine/gate.py", "engine/smallTwin.py"),  # They refuse kinds of models.
 }
 BUSY = 0.5  # load beyond the cores that does not indicate other programs
 
