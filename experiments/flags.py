@@ -351,21 +351,21 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         Sampling(temperature, args.top_k, 1.0 if args.top_p is None else args.top_p, args.repetition_penalty)
     for mode in "compare", "lossless":
         choose(getattr(args, mode) or "all", set(Role), mode)  # Which models there are is not known yet.
-    for wrong, message in wrong_values(args):
+    for wrong, message in wrong_values(args, argv):
         if wrong:
             raise UserError(message)
     return args
 
 
-def wrong_values(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
-    """(condition, message) of values that the parser takes and that are invalid all the same."""
+def wrong_values(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[tuple[Any, str]]:
+    """(condition, message) of values of `argv` that the parser takes and that are invalid all the same."""
+    given = {word.split("=")[0] for word in argv}
     for single, other, why in (
         ("rerun", "out", "takes its flags from the run"),
         ("check", "device", "takes only --device"),
     ):
-        for name, declared in FLAGS.items() if getattr(args, single) else ():
-            is_given = name not in (single, other) and getattr(args, name) not in (declared.default, None)
-            yield is_given, f"--{single} {why}; leave out --{name}"
+        for name in FLAGS if getattr(args, single) else ():
+            yield f"--{name}" in given and name not in (single, other), f"--{single} {why}; leave out --{name}"
     yield (args.stride or 0) >= args.window, f"--stride ({args.stride}) must be less than --window ({args.window})"
     several = len(args.temperature or ()) > 1 and not args.sweep
     yield several, "only --sweep takes several temperatures; give one"
@@ -382,4 +382,4 @@ def wrong_values(args: argparse.Namespace) -> Iterator[tuple[Any, str]]:
         yield os.path.isdir(args.html), f"--html {args.html} is a folder; name a file"
     yield args.audit and not os.path.isfile(args.audit), f"--audit {args.audit} is not a file"
     yield args.texts and not os.path.isdir(args.texts), f"--texts {args.texts} is not a folder"
-    yield os.path.exists(args.out) and not os.path.isdir(args.out), f"--out {args.out} is not a folder"
+    yield os.path.lexists(args.out) and not os.path.isdir(args.out), f"--out {args.out} is not a folder"

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from decoding.rows import check_room
 from downloadModel import download_model, downloaded_folder, is_hub_id
 from experiments.flags import STRIDE
+from experiments.intervals import OVERALL
 from experiments.loading import ANSWERS, Inputs, models_of
 from experiments.processes import SINGLE, Processes
 from experiments.settings import Settings
@@ -49,6 +50,8 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
             raise UserError(f"no text of {chosen.dataset} has {length}; lower --sentenceLimit")
     named = texts.read_prompts(chosen.prompt, chosen.prompt_file)
     questions = [] if chosen.prompts is None else texts.read_questions(chosen.prompts)
+    if any(question.category == OVERALL for question in questions):
+        raise UserError(f"--prompts {chosen.prompts}: the category {OVERALL!r} is a row of the tables; rename it")
     # The models' folders, and their tokenizers.
     folders = processes.in_turn(lambda: find_models(settings))
     settings = without_impossible(settings, folders)
@@ -80,11 +83,17 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
     shortest = min(limits, key=lambda model: model.context)
     if measuring.ppl and translation is None:
         inputs.window = min(chosen.window, shortest.context)
-        stride = chosen.stride or STRIDE
-        inputs.stride = stride if stride < inputs.window else inputs.window // 2
+        if (chosen.stride or 0) >= inputs.window:
+            of = f"--window, which is at most the context of {shortest.name} ({shortest.context} tokens)"
+            raise UserError(f"--stride ({chosen.stride}) must be less than {of}")
+        inputs.stride = chosen.stride or (STRIDE if inputs.window > STRIDE else inputs.window // 2)
         for corpus in corpora:
             passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer)
             inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))
+            if longer := sum(len(ids) > shortest.context for ids in passages):
+                are = "1 text is" if longer == 1 else f"{longer} texts are"
+                kept = f"the context of {shortest.name}, of which only the first {shortest.context} tokens count"
+                print(f"{corpus.name}: {are} longer than {kept} in the perplexity per text.")
         if not any(ids for _, ids in inputs.texts):
             raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
     if measuring.audit:

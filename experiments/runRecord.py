@@ -246,18 +246,21 @@ def choose_run(runs: Sequence[Run], path: Path, name: str) -> Run:
 def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     """The command line with all flags of a run's record, including the device, and the folder `out` for its results.
     Raises UserError if the run cannot be repeated and compared."""
-    if not isinstance(run.get("flags"), dict) or not isinstance(run.get("models"), dict):
+    about: Fields = {"machine": {}, "folder": ""} | run
+    shapes = {"flags": dict, "models": dict, "machine": dict, "folder": str}
+    is_known = all(isinstance(about.get(name), shape) for name, shape in shapes.items())
+    if not is_known or not all(isinstance(model, dict) and "version" in model for model in about["models"].values()):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
         why = "it has nothing that flags and seed fix: it timed batches alone, ended early, or is of another version"
         raise UserError(f"--rerun: run {run['run']} cannot be compared: {why}")
     flags = {"device": run.get("device")} | {name: value for name, value in run["flags"].items() if value is not None}
-    known = {action.dest: action for action in parser()._actions}
+    actions = {action.dest: action for action in parser()._actions}
     words: list[str] = []
     for name, value in (flags | {"out": out}).items():
-        if name not in known:
+        if name not in actions:
             raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
-        if isinstance(value, list) and known[name].nargs:
+        if isinstance(value, list) and actions[name].nargs:
             words += [f"--{name}", *map(str, value)]
         elif isinstance(value, list):  # The flag was given once for each value.
             words += [f"--{name}={one}" for one in value]

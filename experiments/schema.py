@@ -365,4 +365,5 @@ def of_kind(lines: Iterable[Line], kind: type[L]) -> list[L]:
 
 def name_of_kind(line: Mapping[str, Any]) -> str:
     """The kind of a line in words: "speed", "costs sweep", "lossless greedy"."""
-    return " ".join(filter(None, (line["kind"], line.get("of"), line.get("test"))))
+    words = (line.get(field) for field in ("kind", "of", "test"))
+    return " ".join(word for word in words if isinstance(word, str))

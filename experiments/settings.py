@@ -207,6 +207,10 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield several, "--sweep batch takes one --temperature and one --promptLen"
     short = sweep and (settings.sampling.max_len or 3) < 3
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
+    several = len(settings.sampling.temperatures) > 1 and list(measuring.groups) != ["sweep"]
+    yield several, "several temperatures are for --sweep alone; give one, or leave out the other modes"
+    several = len(settings.texts.prompt_lengths) > 1 and not measuring.groups.keys() - {"steps"}
+    yield several, "--steps, --show and --html read one prompt; give one --promptLen"
     penalty = measuring.steps and settings.sampling.repetition_penalty != 1
     yield penalty, "--steps times steps without a repetition penalty; leave out --repetition_penalty"
     for mode in "speed", "ppl", "compare", "sweep", "steps", "diversity":
@@ -279,8 +283,7 @@ def without_effect(settings: Settings, words: Iterable[str]) -> dict[str, str]:
         read -= {"verification", "acceptance"}  # A round that is timed has rules of its own.
     others = [METHODS[name] for name in measuring.names if METHODS[name].engine]
     roles |= {role.model for method in others for role in method.needs}
-    read |= {"gamma"} if others else set()
-    read |= {"acceptance"} if any(method.guesses for method in others) else set()
+    read |= {"gamma", "acceptance"} if any(method.guesses for method in others) else set()
     for name in (word.split("=")[0][2:] for word in words if word.startswith("--")):
         if name not in FLAGS:
             continue  # It is the value of a flag.

@@ -197,6 +197,8 @@ def question_of(number: int, fields: Any) -> Question:
     """The question of a line. Raises ValueError for a line that cannot be used."""
     if not isinstance(fields, dict) or not {"prompt", "turns"} & fields.keys():
         raise ValueError('this is not an object with "prompt" or "turns"')
+    if {"prompt", "turns"} <= fields.keys():
+        raise ValueError('it has both "prompt" and "turns"; leave out one')
     turns: Any = fields["turns"] if "turns" in fields else [fields["prompt"]]
     if not isinstance(turns, list) or not turns or not all(is_text(turn) and turn.strip() for turn in turns):
         raise ValueError('"turns" is not a list of texts' if "turns" in fields else '"prompt" is not text')

@@ -65,9 +65,9 @@ STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
     "over that of the forward. The limit is the fastest that as many bytes, or more, were read in any turn, by reading "
     "alone or by a forward: {read}. A small model's weights may stay in the processor's cache, so reading fewer bytes "
-    "does not count. of the first: over the time in the first row. c: a draft step over a plain step. v: scoring and "
-    "verifying a block of gamma + 1 tokens over a plain step. sampling: the filters, draws and verification of a round "
-    "alone. by theory: the speed-up of theorem 3.8 of Leviathan et al. at these costs, if every guess is accepted with "
+    "does not count. of the first: over the time in the first row. draft step, of a plain step: theory's c. scoring: "
+    "of a block of gamma + 1 tokens, verified. sampling: the filters, draws and verification of a round alone. by "
+    "theory: the speed-up of theorem 3.8 of Leviathan et al. at these costs, if every guess is accepted with "
     "probability alpha, independently of the others. alpha: the share of guesses accepted in the run's texts, if any."
 )
 POSITIONS = 4  # of a round, whose acceptance a table by category shows

@@ -49,7 +49,7 @@ DIVERSITY_NOTES = (
 DIVERSITY = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
 PERPLEXITY_NOTES = (
     "speculative: the perplexity of the speculative sampler itself, at temperature 1 and without filters; relative "
-    "difference: between it and the target's."
+    "difference: between it and the target's. Of a text longer than the models' context, the first tokens count."
 )
 PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
 

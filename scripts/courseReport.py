@@ -105,6 +105,7 @@ def steps(plan: Namespace) -> Iterator[tuple[str, list[str]]]:
         for word in plan.flags:
             reads = word.split("=")[0] not in idle if word.startswith("--") else reads
             command += [word] if reads else []
+        parse(command)  # It raises UserError for what test.py would refuse.
         yield title, command
 
 
