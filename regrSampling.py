@@ -31,11 +31,12 @@ def regrSampling(
     Returns the new tokens of each text and a `Record` of each. Raises UserError as `Rows` does.
     """
     rows = Rows(prefixes, max_len, [target], end_of_text, callback, generator=generator, batch=batch)
-    while rows.refill():
-        if rows.fresh:
-            target.first_token(rows, sampling)
-            continue
-        seen = rows.seen(target.vocabulary, sampling)
-        token, _ = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
-        rows.commit_one(token[:, 0])
+    with rows:
+        while rows.refill():
+            if rows.fresh:
+                target.first_token(rows, sampling)
+                continue
+            seen = rows.seen(target.vocabulary, sampling)
+            token, _ = target.draw(*rows.last(1), rows.uniform([1] * rows.size).T, sampling, seen)
+            rows.commit_one(token[:, 0])
     return rows.tokens, rows.records

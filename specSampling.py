@@ -41,12 +41,13 @@ def specSampling(
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, generator=generator, batch=batch)
     drafter.begin(rows)
     length.begin(rows)
-    while rows.refill():
-        if rows.fresh:  # Prompts that are new in the batch.
-            target.first_token(rows, sampling)
-            drafter.read_prompts(rows)
-        else:
-            advance(rows, target, drafter, length, sampling, verify, observer)
+    with rows:
+        while rows.refill():
+            if rows.fresh:  # Prompts that are new in the batch.
+                target.first_token(rows, sampling)
+                drafter.read_prompts(rows)
+            else:
+                advance(rows, target, drafter, length, sampling, verify, observer)
     return rows.tokens, rows.records
 
 
@@ -67,6 +68,7 @@ def advance(
     gammas = [max(0, min(gamma, left - 1)) for gamma, left in zip(length.gammas(), rows.left)]
     # Draft x_1, ..., x_gamma from q_1, ..., q_gamma.
     guesses = drafter.draft(rows, gammas, sampling, length).limited(gammas)
+    guesses.check(target.vocabulary)
     # Score: p_1, ..., p_{gamma + 1} in one forward of the target. Verify: accept guesses, draw the token after them.
     u = rows.uniform([gamma + 1 for gamma in gammas], guesses.drafts.shape[1] + 1, last=True)
     p, accepted, token = target.score_and_verify(rows, guesses, u, sampling, verify)

@@ -37,6 +37,13 @@ class Guesses:
     limits: Sequence[int] | None = None
     tree: Tree | None = None
 
+    def check(self, vocabulary: int) -> None:
+        """Raise UserError unless q is as it should be. Kernels read it as it is."""
+        wanted = (*self.drafts.shape, vocabulary)
+        if self.q.shape != wanted or self.q.dtype != torch.float32:
+            found = f"{self.q.dtype} {list(self.q.shape)}".removeprefix("torch.")
+            raise UserError(f"a drafter's q is {found}, and should be float32 {list(wanted)}")
+
     def of_drafts(self) -> Tensor:
         """q of each draft, float32 `[B, n]`; 0 where a row has no guess."""
         return self.q.gather(-1, self.drafts[..., None])[..., 0]
@@ -77,7 +84,7 @@ Observer = Callable[[Rows, Guesses, Tensor, Tensor], object]
 def no_guesses(rows: Rows, vocabulary: int) -> Guesses:
     """Empty guesses: `[B, 0]` and `[B, 0, V]`."""
     drafts = rows.sequence.new_zeros(rows.size, 0)
-    return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, device=rows.device))
+    return Guesses(drafts, torch.zeros(*drafts.shape, vocabulary, dtype=torch.float32, device=rows.device))
 
 
 class Drafter(ABC):

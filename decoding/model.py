@@ -38,14 +38,14 @@ class Model(ABC):
         read again those that the prompt begins with. Whoever knows what the cache holds sets it, before each prompt.
     first_row: the row of the KV cache that belongs to the first row of a block; the others follow. A cache may have
         more rows than a block.
-    holds: the id of the `Rows` whose texts its own KV cache has.
+    holds: `Rows.hold` of the call whose texts its own KV cache has.
     """
 
     cache_of: Model | None = None
     features_of: Model | None = None
     first_row: int = 0
     remembered: Sequence[int] = ()
-    holds: int = 0
+    holds: Sequence[int] = ()
 
     name: str
     vocabulary: int

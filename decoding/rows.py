@@ -6,6 +6,7 @@ prompt, while the other rows continue (continuous batching; Yu et al., Orca, OSD
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from utils import Sampling, UserError, not_finite, upload
 
 if TYPE_CHECKING:
     from decoding.model import Model
+
+HOLDING = threading.Lock()  # of `Model.holds`
 
 # callback(text, tokens, guessed): a text has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
@@ -47,7 +50,9 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
 
 def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
     """Uniform numbers in [0, 1), float32, drawn on the generator's device: it may be another than `device`."""
-    drawn = torch.rand(*shape, device=device if generator is None else generator.device, generator=generator)
+    drawn = torch.rand(
+        *shape, device=device if generator is None else generator.device, generator=generator, dtype=torch.float32
+    )
     return drawn.to(device)
 
 
@@ -144,6 +149,7 @@ class Rows:
     lengths, going: int64 and bool `[B]`, committed tokens of each row and whether it continues, on the device.
     fresh: the rows whose prompts the models have not read yet.
     in_callbacks: seconds that `callback` took so far.
+    hold: the thread of the call, until it ends.
     unread: how many committed tokens before each row's last one the target has not read yet. Always 0, except in a
         cascade, where other models extend the rows.
     """
@@ -184,7 +190,7 @@ class Rows:
         self.fresh: list[int] = []
         self.waiting = 0  # the first prompt of the queue
         self.unread = 0
-        self.began = False
+        self.began, self.hold = False, [threading.get_ident()]
         self._offsets: dict[tuple[int, int], Tensor] = {}
         self.take_prompts()
 
@@ -193,16 +199,17 @@ class Rows:
         has not ended.
 
         When no prompt waits, rows that have ended are taken out of the batch. Raises UserError if another call has used
-        a model's KV cache since the last round.
+        a model's KV cache since the last round, or if another thread's call uses it as this one begins.
         """
         goes_on = self.waiting < len(self.prompts) or not all(self.ended)
-        for keeper in [keeper for model in self.models for keeper in model.keepers] if goes_on else ():
-            if self.began and keeper.holds != id(self):
-                raise UserError(
-                    f"{keeper.name} began another text before this one ended, in a callback or in another thread: give "
-                    "each call models of its own, which may share their weights"
-                )
-            keeper.holds = id(self)
+        remedy = "give each call models of its own, which may share their weights"
+        with HOLDING:
+            for keeper in [keeper for model in self.models for keeper in model.keepers] if goes_on else ():
+                if self.began and keeper.holds is not self.hold:
+                    raise UserError(f"{keeper.name} began another text before this one ended, in a callback: {remedy}")
+                if keeper.holds and keeper.holds[0] != self.hold[0]:
+                    raise UserError(f"{keeper.name} is writing another text in another thread: {remedy}")
+                keeper.holds = self.hold
         self.began = True
         if not self.fresh or self.tokens[self.numbers[self.fresh[0]]]:  # The models have read the fresh rows.
             self.fresh = []
@@ -210,6 +217,12 @@ class Rows:
                 self.take_prompts()
                 self.close_ranks()
         return bool(self.fresh) or not all(self.ended)
+
+    def __enter__(self) -> None:
+        """`with rows:` around all rounds of a call. Then other threads may use the models."""
+
+    def __exit__(self, *error: object) -> None:
+        self.hold.clear()
 
     def take_prompts(self) -> None:
         """Give the rows whose texts have ended to the next prompts."""
@@ -267,10 +280,12 @@ class Rows:
         width = max(counts) if width is None else width
         if not isinstance(self.generator, Sequence):
             return uniform(len(counts), width, device=self.device, generator=self.generator)
-        u = torch.zeros(len(counts), width, device=self.generator[0].device)
+        u = torch.zeros(len(counts), width, dtype=torch.float32, device=self.generator[0].device)
         for row, (count, ended) in enumerate(zip(counts, self.ended)):
             if count and not ended:
-                drawn = torch.rand(count, generator=self.generator[self.numbers[row]], device=u.device)
+                drawn = torch.rand(
+                    count, generator=self.generator[self.numbers[row]], device=u.device, dtype=torch.float32
+                )
                 u[row, :count] = drawn[:width]
                 if last:
                     u[row, -1] = drawn[-1]

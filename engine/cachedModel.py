@@ -162,7 +162,7 @@ class CachedModel(Model):
             self.store.features, self.remembered = None, ()
         if self.tap is not None and self.store.features is None:
             d = self.tap.fuse.out_features
-            self.store.features = torch.zeros(rows, capacity + 1, d, device=self.device)
+            self.store.features = torch.zeros(rows, capacity + 1, d, dtype=torch.float32, device=self.device)
 
     def prefill(self, rows: Rows) -> Tensor:
         """Features are written only if a model of these rows reads them. What was read without, is read again."""

@@ -36,7 +36,7 @@ class CpuModel(CachedModel):
     def reserve(self, rows: int, capacity: int) -> None:
         super().reserve(rows, capacity)
         assert self.cache is not None
-        if not self.cache.layers[0].is_initialized:
+        if not self.cache.layers[-1].is_initialized:  # Memory, or time, may have ended at a layer before.
             shape = rows, self.description.groups, self.description.width
             self.cache.early_initialization(*shape, self.cache_dtype, self.device)
 

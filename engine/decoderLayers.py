@@ -158,10 +158,12 @@ class Description:
         """Cosines and sines of the rotary embeddings, float32 `[tables, capacity, r]`; r is 0 if there are none. Slots
         beyond the context are those of a tree's nodes, whose positions are smaller."""
         if not hasattr(self.base, "rotary_emb"):
-            return torch.zeros(1, capacity, 0), torch.zeros(1, capacity, 0)
+            return torch.zeros(1, capacity, 0, dtype=torch.float32), torch.zeros(1, capacity, 0, dtype=torch.float32)
         positions = torch.arange(capacity).clamp_(max=context_of(self.config) - 1)
         kinds: list[tuple[str, ...]] = [(kind,) for kind in self.tables] or [()]
-        both = zip(*(self.base.rotary_emb(torch.zeros(0), positions[None], *kind) for kind in kinds))
+        both = zip(
+            *(self.base.rotary_emb(torch.zeros(0, dtype=torch.float32), positions[None], *kind) for kind in kinds)
+        )
         cos, sin = (torch.cat(x)[..., : x[0].shape[-1] // 2].contiguous() for x in both)
         return cos, sin
 
@@ -292,7 +294,9 @@ class Description:
         decoder = self.decoder([self.parts(layer) for layer in chosen], tap, places)
         shape, dtype = (1, self.groups, count, self.width), self.model.dtype
         states = [[torch.zeros(shape, dtype=dtype) for _ in chosen] for _ in range(2)]
-        features = torch.rand(1, count + 1, self.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        features = torch.rand(
+            1, count + 1, self.config.hidden_size, dtype=torch.float32, generator=torch.Generator().manual_seed(0)
+        )
         before = {"features": features[:, :count].to(dtype)} if isinstance(self.model, HeadNetwork) else {}
         decoder.bind(*states, *self.angles(count), features)
         logits = decoder.forward(tokens, positions, *[None] * 5, 0)
@@ -348,7 +352,7 @@ def shapes_in(layer: nn.Module) -> dict[str, torch.Size]:
 def norm(name: str, module: nn.Module, gain: int = 0) -> dict[str, Tensor]:
     """The weights of a norm. gain: what it adds to them, in float32."""
     weight, bias = module.weight, getattr(module, "bias", None)
-    weight = torch.ones(module.normalized_shape) if weight is None else weight.detach()
+    weight = torch.ones(module.normalized_shape, dtype=torch.float32) if weight is None else weight.detach()
     weights = {name: weight.float() + gain if gain else weight}
     return weights if bias is None else weights | {f"{name}.bias": bias.detach()}
 

@@ -116,7 +116,7 @@ class LookupDrafter(Drafter):
             return no_guesses(rows, self.vocabulary)
         padded = upload([[*row, *[-1] * (width - len(row))] for row in tokens], rows.device)
         drafts = padded.clamp(min=0)
-        q = torch.zeros(*drafts.shape, self.vocabulary, device=drafts.device)
+        q = torch.zeros(*drafts.shape, self.vocabulary, dtype=torch.float32, device=drafts.device)
         q.scatter_(-1, drafts[..., None], (padded >= 0).float()[..., None])  # 1 at each guess
         return Guesses(drafts, q, list(map(len, tokens)))
 

@@ -148,7 +148,8 @@ class Translation:
             decoder = codecs.getincrementaldecoder("utf-8")("replace")
             text = decoder.decode(content.removeprefix(b" ") if drops_space else content)
             if text:
-                ids += self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+                found = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+                ids += [index for index in found if index < len(self.draft_tokens.contents)]  # The draft knows these.
             # The beginning of a character whose other bytes are not written yet.
             ids += [self.single_bytes[byte] for byte in decoder.getstate()[0] if byte in self.single_bytes]
             drops_space = False

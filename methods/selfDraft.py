@@ -110,7 +110,7 @@ def relative_times(
     target.reserve(1, length + gamma)
     at = torch.arange(length + gamma, device=text.device)[None]
     target.forward(text, at[:, :length])
-    last, u = slice(length - 1, length), torch.full((gamma, 1), 0.5, device=text.device)
+    last, u = slice(length - 1, length), torch.full((gamma, 1), 0.5, dtype=torch.float32, device=text.device)
     block, places = text[:, last].expand(-1, gamma + 1), at[:, length - 1 :]
     plain = partial(target.draw, text[:, last], at[:, last], u[:1], sampling)
     drafting = partial(copy.draw, text[:, last], at[:, length - 1 : -1], u, sampling)

@@ -69,15 +69,16 @@ def treeSampling(
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, spare, generator, batch)
     drafter.begin(rows)
     rule.begin(rows)
-    while rows.refill():
-        if rows.fresh:  # Prompts that are new in the batch.
-            target.first_token(rows, sampling)
-            drafter.read_prompts(rows)
-        elif rule.shape().is_chain and (verify in ON_CHAINS or not rule.shape().size):
-            on_chains = ON_CHAINS.get(verify, token_rule)
-            advance(rows, target, drafter, rule, sampling, on_chains, observer)
-        else:
-            advance_tree(rows, target, drafter, rule, sampling, verify, observer)
+    with rows:
+        while rows.refill():
+            if rows.fresh:  # Prompts that are new in the batch.
+                target.first_token(rows, sampling)
+                drafter.read_prompts(rows)
+            elif rule.shape().is_chain and (verify in ON_CHAINS or not rule.shape().size):
+                on_chains = ON_CHAINS.get(verify, token_rule)
+                advance(rows, target, drafter, rule, sampling, on_chains, observer)
+            else:
+                advance_tree(rows, target, drafter, rule, sampling, verify, observer)
     return rows.tokens, rows.records
 
 

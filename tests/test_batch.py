@@ -4,6 +4,8 @@ queue is timed and tested; its figures, its memory, and what is refused."""
 import copy
 import functools
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 
 import helpers
@@ -61,6 +63,28 @@ def test_a_call_within_another_one_of_the_same_model_ends_the_outer_one(shares, 
     calls.clear()
     end = 12
     assert regrSampling([[1, 2, 3]], target, 12, GREEDY, callback=callback)[0] == alone
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_call_of_another_thread_is_refused_until_this_one_ends_or_breaks_off(breaks):
+    target, others = helpers.tiny(), []
+    alone = regrSampling([[1, 2, 3]], target, 12, GREEDY)[0]
+    with ThreadPoolExecutor(1) as pool:
+        other = lambda: pool.submit(regrSampling, [[4, 5]], target, 3, GREEDY)  # noqa: E731
+
+        def callback(number, tokens, guessed):
+            others.append(other())
+            others[-1].exception()  # It is waited for.
+            if breaks:
+                raise KeyError
+
+        with pytest.raises(KeyError) if breaks else nullcontext() as error:
+            assert regrSampling([[1, 2, 3]], target, 12, GREEDY, callback=callback)[0] == alone
+        for call in others:
+            with refused("is writing another text in another thread: give each call models of its own"):
+                call.result()
+        assert len(others) == (1 if breaks else 12) and bool(error) == breaks
+        assert len(other().result()[0][0]) == 3
 
 
 ENDS = {3, 17, 40}  # Tokens that end a text: texts have many lengths.

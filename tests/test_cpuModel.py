@@ -28,6 +28,7 @@ from engine.cpuModel import CpuModel
 from engine.decoderLayers import Description, PackedLayer
 from engine.kernels import loader
 from engine.kernels.packedLinear import packed
+from engine.kvCache import SlotLayer
 from engine.sharedWeights import RestrictedModel
 from methods.catalogue import METHODS, build
 from methods.drafters import ModelDrafter
@@ -502,6 +503,42 @@ def test_a_draft_of_another_tokenizer_is_compiled_too(kinds):
             for sampling in (GREEDY, Sampling(0.9, 0, 0.9, 1.2))
         ]
     assert texts[:2] == texts[2:]
+
+
+@pytest.mark.parametrize("name", ["target", "lookup", "cascade", "tree"])
+def test_no_text_depends_on_torchs_default_dtype(models, name):
+    def texts():
+        for m in models:
+            options = {"sampling": Sampling(1.0, 0, 0.9), "generator": [draws(row) for row in range(len(PROMPTS))]}
+            yield build([name], m, DECODING)[name](PROMPTS, max_len=12, **options)[0]
+
+    wanted = [*texts()]
+    for dtype in (torch.bfloat16, torch.float64):
+        llama = helpers.tiny("llama")
+        greedy = regrSampling(PROMPTS[:1], llama, 9, GREEDY)[0]
+        torch.set_default_dtype(dtype)
+        try:
+            assert [*texts()] == wanted
+            assert is_compiled(now := compiled(llama)) and regrSampling(PROMPTS[:1], now, 9, GREEDY)[0] == greedy
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_cache_that_was_not_allocated_to_its_end_is_allocated_then(monkeypatch):
+    model, allocate, calls = compiled(helpers.tiny(layers=3)), SlotLayer.lazy_initialization, []
+    wanted = regrSampling(PROMPTS[:1], model, 9, GREEDY)[0]
+    regrSampling(PROMPTS[:1], model, 4, GREEDY)  # Of another size.
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return allocate(*args)
+
+    monkeypatch.setattr(SlotLayer, "lazy_initialization", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        regrSampling(PROMPTS[:1], model, 9, GREEDY)
+    assert regrSampling(PROMPTS[:1], model, 9, GREEDY)[0] == wanted and len(calls) == 4
 
 
 def test_kernels_belong_to_the_compiled_model(models, monkeypatch):

@@ -2,10 +2,12 @@
 test_cachedModel.py."""
 
 from collections import Counter
+from dataclasses import replace
 
 import helpers
 import pytest
 import torch
+from conftest import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import FREE
@@ -13,6 +15,7 @@ from outcomes import FREE
 from decoding.drafter import Fixed
 from decoding.lengthRules import TargetConfidence
 from decoding.rows import Rows
+from engine.compiling import compiled
 from methods.cascade import CascadeDrafter
 from methods.drafters import ModelDrafter
 from methods.lookup import Continuations, LookupDrafter, LookupFirst
@@ -71,6 +74,21 @@ def test_q_of_looked_up_guesses_is_one_hot_in_every_round_though_its_memory_is_u
         assert torch.equal(guesses.q, wanted)
         assert guesses.limited([3, 3, 3]) is guesses  # Nobody copies q where no guess is too many.
         assert guesses.limited([1, 1, 1]).counts().tolist() == [min(1, len(tokens)) for tokens in found]
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize("vocabulary, dtype", [(60, torch.float32), (62, torch.float32), (61, torch.bfloat16)])
+def test_a_q_of_another_vocabulary_or_dtype_is_refused(vocabulary, dtype, compiles):
+    """Kernels would read it as if it were right."""
+
+    class Drafter(LookupDrafter):
+        def draft(self, *args):
+            guesses = super().draft(*args)
+            return replace(guesses, q=guesses.q.to(dtype))
+
+    target = compiled(helpers.tiny()) if compiles else helpers.tiny()
+    with refused("a drafter's q is", str(dtype).removeprefix("torch."), f", {vocabulary}], and should be float32 [1, "):
+        specSampling([[1, 2, 1, 2, 1]], target, Drafter(vocabulary), 9, 4, FREE)
 
 
 def test_lookup_guesses_where_it_was_right_so_far():

@@ -155,6 +155,16 @@ def test_a_row_that_outgrows_the_drafts_room_gets_no_more_guesses_and_a_long_pro
         specSampling([prompts[2]], target, OtherTokenizerDrafter(draft, translation), 60, 4, GREEDY)
 
 
+def test_the_name_of_a_token_that_the_draft_has_no_logit_of_is_left_out(kinds):
+    """As of Gemma 3's token for an image, where a text has its name as plain characters."""
+    draft = copy.deepcopy(kinds["gpt2"])
+    size = len(draft)
+    draft.add_special_tokens({"additional_special_tokens": ["<img>"]})
+    translation = Translation(kinds["llama"], draft, vocabularies=(len(kinds["llama"]), size))
+    encoded, without = (translation.row(kinds["llama"](text)["input_ids"]) for text in ("a <img> b", "a  b"))
+    assert draft.decode(encoded) == draft.decode(without) == "a  b" and max(encoded) < size
+
+
 class ByText(Fixed):
     """A number of guesses for each text."""
 
