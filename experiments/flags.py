@@ -108,9 +108,9 @@ class Measuring:
     modes. The exit code is 0 if no test finds a difference and 1 otherwise."""
     audit: Path | None = flag(path, None, "FILE")
     """Test whether the texts in this file are the target's under the flags of sampling, whatever wrote them. Each line
-    is a JSON object with prompt and with tokens (token ids) or text. Cannot be combined with other modes. A --draft
-    with the target's tokenizer makes the tests more sensitive. The exit code is 0 if no test rejects the texts and 1
-    otherwise. docs/lossless.md says more."""
+    is a JSON object with prompt and with tokens (token ids) or text; of both, the tokens count. Cannot be combined with
+    other modes. A --draft with the target's tokenizer makes the tests more sensitive. The exit code is 0 if no test
+    rejects the texts and 1 otherwise. docs/lossless.md says more."""
     written_in: str = choice(tuple(DTYPES), "bfloat16", only=("--audit", lambda settings: settings.measuring.audit))
     """The dtype in which the texts of --audit were computed. It decides how much rounding may explain."""
     rerun: str | None = flag(text, None, "RUN")
@@ -119,9 +119,9 @@ class Measuring:
     programs. The repetition is added to that folder as a new run. Give the run's name, or 1 for the newest run, 2 for
     the one before. Takes no other flag but --out. The exit code is 0 if everything is equal and 1 otherwise."""
     check: bool = switch()
-    """Check the device: whether every method decodes correctly on it, eager and compiled, what memory and speed it has,
-    and where Pythia-2.8b would fit. Prints one page. Takes no other flag but --device. The exit code is 0 if every
-    check passes and 1 otherwise."""
+    """Check the device: whether every method of --lossless all writes plain decoding's greedy text on it, in float32,
+    eager and compiled, what memory and speed it has, and where Pythia-2.8b would fit. Prints one page. Takes no other
+    flag but --device. The exit code is 0 if every check passes and 1 otherwise."""
     repeats: int | None = flag(whole(1), only=REPEATED)
     """How many times each prompt is continued. Default: 3; for --compare and --sweep 2, for --diversity 20."""
     batch: int | None = flag(whole(1), only=IN_BATCHES)

@@ -82,20 +82,7 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
             report_translation(inputs, translation)
     shortest = min(limits, key=lambda model: model.context)
     if measuring.ppl and translation is None:
-        inputs.window = min(chosen.window, shortest.context)
-        if (chosen.stride or 0) >= inputs.window:
-            of = f"--window, which is at most the context of {shortest.name} ({shortest.context} tokens)"
-            raise UserError(f"--stride ({chosen.stride}) must be less than {of}")
-        inputs.stride = chosen.stride or (STRIDE if inputs.window > STRIDE else inputs.window // 2)
-        for corpus in corpora:
-            passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], tokenizer)
-            inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))
-            if longer := sum(len(ids) > shortest.context for ids in passages):
-                are = "1 text is" if longer == 1 else f"{longer} texts are"
-                kept = f"the context of {shortest.name}, of which only the first {shortest.context} tokens count"
-                print(f"{corpus.name}: {are} longer than {kept} in the perplexity per text.")
-        if not any(ids for _, ids in inputs.texts):
-            raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
+        encode_scored(inputs, corpora, shortest)
     if measuring.audit:
         inputs.audited = read_texts(measuring.audit, tokenizer, shortest)
         slots = tokens_of_audit(inputs, shortest.context)
@@ -106,6 +93,26 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
             settings.models.draft_vocab, tokenizer, min(model.vocabulary for model in limits), ends
         )
     return inputs
+
+
+def encode_scored(inputs: Inputs, corpora: Sequence[texts.Corpus], shortest: models.ModelLimits) -> None:
+    """Set the texts whose perplexity is measured, and window and stride. shortest: the model of the shortest context.
+    Raises UserError."""
+    chosen = inputs.settings.texts
+    inputs.window = min(chosen.window, shortest.context)
+    if (chosen.stride or 0) >= inputs.window:
+        of = f"--window, which is at most the context of {shortest.name} ({shortest.context} tokens)"
+        raise UserError(f"--stride ({chosen.stride}) must be less than {of}")
+    inputs.stride = chosen.stride or (STRIDE if inputs.window > STRIDE else inputs.window // 2)
+    for corpus in corpora:
+        passages = texts.encode(corpus.passages(chosen.sentence_limit)[: chosen.sentences], inputs.tokenizer)
+        inputs.texts.append((corpus, [ids[: shortest.context] for ids in passages if len(ids) > 1]))
+        if longer := sum(len(ids) > shortest.context for ids in passages):
+            are = "1 text is" if longer == 1 else f"{longer} texts are"
+            kept = f"the context of {shortest.name}, of which only the first {shortest.context} tokens count"
+            print(f"{corpus.name}: {are} longer than {kept} in the perplexity per text.")
+    if not any(ids for _, ids in inputs.texts):
+        raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
 
 
 def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, str, str]:

@@ -321,7 +321,7 @@ def comparable(lines: Iterable[Fields]) -> dict[str, Fields]:
     named = {}
     for line in lines:
         kind = name_of_kind(line)
-        names = ("dtype", *IDENTIFYING) if line["kind"] == "lossless" else IDENTIFYING
+        names = ("dtype", *IDENTIFYING) if line.get("kind") == "lossless" else IDENTIFYING
         if COMPARED.get(kind) in line and line.get("repeatable", True):
             named[", ".join([kind, *(f"{name} {line[name]}" for name in names if name in line)])] = line
     return named

@@ -209,7 +209,8 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     yield short, "--sweep needs a round of guesses between the first token and the last: --maxLen 3 or more"
     several = len(settings.sampling.temperatures) > 1 and list(measuring.groups) != ["sweep"]
     yield several, "several temperatures are for --sweep alone; give one, or leave out the other modes"
-    several = len(settings.texts.prompt_lengths) > 1 and not measuring.groups.keys() - {"steps"}
+    one = settings.prompts_from_corpora and not measuring.groups.keys() - {"steps"}  # prompt
+    several = one and len(settings.texts.prompt_lengths) > 1
     yield several, "--steps, --show and --html read one prompt; give one --promptLen"
     penalty = measuring.steps and settings.sampling.repetition_penalty != 1
     yield penalty, "--steps times steps without a repetition penalty; leave out --repetition_penalty"

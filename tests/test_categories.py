@@ -68,6 +68,7 @@ WRONG = {
     '"category"': '{"prompt": "x", "category": " "}',
     "'rare' has only this prompt": '{"prompt": "x", "category": "rare"}',
     '"turns" is not a list of texts': '{"turns": "x", "category": "story"}',
+    'both "prompt" and "turns"': '{"prompt": "x", "turns": ["x"], "category": "story"}',
     '"prompt" is not text': '{"prompt": "\\ud800", "category": "story"}',
 }
 
@@ -79,6 +80,12 @@ def test_a_line_that_cannot_be_used_is_said_before_anything_is_loaded(run, flags
     file = written(tmp_path, *STORY, WRONG[words])
     assert run("--speed --prompts", file, base=prompted(flags), code=2) == []
     one_line(capsys, words, f"{file}, line 5: ")
+
+
+def test_no_category_has_the_name_of_the_row_of_all(run, flags, tmp_path, capsys):
+    lines = [line | {"category": OVERALL} for line in STORY]
+    run("--speed --prompts", written(tmp_path, *lines), base=prompted(flags), code=2)
+    one_line(capsys, repr(OVERALL))
 
 
 def test_the_bundled_prompts_are_of_six_tasks_and_fit_the_bundled_models():

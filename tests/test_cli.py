@@ -53,6 +53,7 @@ def methods_of(lines):
         "--draft nowhere",
         "--draft .",
         "--sentenceLimit 100000",
+        f"--window 1024 --stride {CONTEXT}",
         pytest.param("--device cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")),
         ["--prompt", "word " * CONTEXT],
         ["--target", "two\nlines"],
@@ -122,22 +123,33 @@ def test_flags_at_their_limits_work(run, options, most):
     assert {m["tokens"] for m in of_kind(run(f"--speed {options}"))} <= set(range(1, most + 1))
 
 
-def test_documents_too_short_to_score_are_passed_over_and_a_long_window_is_the_context(run, flags, text_file, tmp_path):
+def test_documents_too_short_to_score_are_passed_over_and_a_long_window_is_the_context(
+    run, flags, text_file, tmp_path, capsys
+):
+    """And a text is cut to the context, which is said."""
     folder = tmp_path / "books"
     folder.mkdir()
-    for name, text in {"a": "", "b": "x", "c": text_file.read_text()}.items():
+    for name, text in {"a": "", "b": "x", "c": "bell " * CONTEXT, "d": text_file.read_text()}.items():
         (folder / f"{name}.txt").write_text(text)
-    words = "--ppl --window 1024 --stride 512 --dataset", folder
+    words = "--ppl --window 1024 --dataset", folder
     lines = run(*words, base=prompted(flags, *WRITING), out=tmp_path / "out")
     line = next(line for line in lines if line.get("of") == "corpus")
-    assert (line["corpus"], line["documents"], line["window"]) == ("books", 1, CONTEXT)
+    assert (line["corpus"], line["documents"], line["window"]) == ("books", 2, CONTEXT)
     assert line["stride"] == CONTEXT // 2  # It leaves some context to each window.
+    assert capsys.readouterr().out.count("books: 1 text is longer than the context of target, of which only") == 1
 
 
 def test_what_cannot_be_written_is_still_shown(run, tmp_path, capsys):
     (tmp_path / "results.txt").mkdir()
     run("--speed", code=2)
     assert "target alone" in one_line(capsys, "results.txt").out
+
+
+def test_a_link_to_nowhere_is_no_folder_for_results(cli, flags, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "find_models", lambda *_: pytest.fail("reached"))
+    (tmp_path / "link").symlink_to("nowhere")
+    assert cli.main([*flags, "--out", str(tmp_path / "link")]) == 2
+    one_line(capsys, "link is not a folder")
 
 
 def test_without_models_named_it_says_which_are_measured(run, cli, flags, pair_folder, capsys, monkeypatch):

@@ -142,7 +142,7 @@ def test_a_download_that_fails_is_one_line_and_an_exit_code(served, tmp_path, mo
 
 
 WRONG = {"--flags '--gamma 0'": "gamma", "--books 0": "books", "a b c": "c", "nobody b/c": "nobody"}
-WRONG |= {"--data wikitex": "wikitex", '--flags "\'"': ""}
+WRONG |= {"--flags '--prompt x'": "--dataset", "--data wikitex": "wikitex", '--flags "\'"': ""}
 
 
 @pytest.mark.parametrize("arguments", WRONG)
@@ -180,7 +180,7 @@ def test_a_column_says_how_its_models_ran_whatever_was_asked_for():
 
 
 def test_the_default_models_and_settings_are_those_of_the_reports_code(monkeypatch):
-    words = "--out", str(ROOT / "docs"), "--flags", "--device cpu"
+    words = "--out", str(ROOT / "docs"), "--flags", "--device cpu --promptLen 8 9"
     plan = courseReport.read_plan(words)
     assert (plan.target, plan.mid, plan.draft) == (TARGET, MID, DRAFT) == downloadModel.PYTHIA[::-1]
     assert courseReport.read_plan([TARGET, "b/c", *words]).mid is None
@@ -196,5 +196,6 @@ def test_the_default_models_and_settings_are_those_of_the_reports_code(monkeypat
     additive, cascade = (parse(on_gpu[title]) for title in timed_steps[2:])
     assert additive.models.draft == MID and additive.sampling.max_len_of("speedNew") == 1000
     assert cascade.models.draft == DRAFT and cascade.sampling.max_len_of("speedMulti") == 500
+    assert parse(on_gpu["Every method: wikitext"]).texts.prompt_lengths == (8, 9)
     texts = parse(on_gpu["Perplexity: wikitext"]).texts
     assert (texts.sentence_limit, texts.sentences, texts.dataset) == (100, 20, "wikitext")

@@ -238,6 +238,8 @@ CLASHES = """
 --speed 0 --draft lookup | --speed 0 --prompts sample | --show --steps | --html x.html --steps | --chat --steps
 --steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
 --compare llama.cpp --texts . --promptLen 8 9
+--steps --promptLen 8 9 | --show --promptLen 8 9 | --html x.html --promptLen 8 9 | --steps --ppl --promptLen 8 9
+--sweep --compare all --temperature 0.5 1 | --sweep --diversity --temperature 0.5 1
 --show --speed | --show --ppl | --show --sweep | --html x.html --compare all
 --show --diversity | --show --speedMulti | --show --speedNew --contrastive
 --mid lookup --speedMulti
@@ -290,6 +292,12 @@ def test_a_wrong_name_names_the_nearest_known_one(cli, wrong, near, capsys):
     captured = capsys.readouterr()
     assert captured.err.endswith(f"; did you mean {near}?\n") and captured.err.count("\n") == 1
     assert not captured.out  # No line about models before the error.
+
+
+@pytest.mark.parametrize("argv", ["--rerun 1 --seed 0", "--check --seed=0"])
+def test_what_takes_no_other_flag_does_not_take_its_default_either(argv):
+    with refused("leave out --seed"):
+        read_flags(argv.split())
 
 
 def test_a_name_unlike_all_others_names_none():
@@ -345,6 +353,7 @@ USELESS = f"""
 --speed --tokens 3 | --ppl --batch 3 | --speed --draftBits 4 | --speed --writtenIn float32
 --ppl --prompt x | --ppl --promptFile x | --ppl --question x | --audit {__file__} --prompt x | --chat --prompt x
 --ppl --temperature 0.3 | --ppl --top_p 0.5 | --ppl --top_k 3 | --ppl --repetition_penalty 2 | --ppl --maxLen 7
+--ppl --promptLen 8 9 | --compare ctranslate2 --gamma 4 | --compare generate:plain --gamma 7
 --ppl --repeats 5 | --draft x --speed --mid self | --draft x --ppl --mid self
 --draft x --compare fixed --mid bundled-mid
 --compare lookup --draftVocab 5 | --compare self --draftDevice cpu | --compare target --draftVocab 10
@@ -375,7 +384,8 @@ USEFUL = f"""
 --compare cascade --mid bundled-mid --draft bundled-draft --draftDevice cpu | --ppl --draftDevice cpu --out x
 --lossless self --draftVocab 9 --target bundled-target --draft bundled-draft | --show --mid self --speedMulti --draft x
 --steps --draftVocab 9 | --show --dataset wikitext --seed 2 --temperature 0 --promptLen 9
---acceptance 0.6 | --compare llama.cpp:draft --acceptance 0.6 | --ppl --window 256
+--acceptance 0.6 | --compare llama.cpp:draft --acceptance 0.6 | --compare generate:draft --gamma 7
+--sweep --ppl --temperature 0.5 1 --promptLen 8 9 | --ppl --window 256
 """
 
 

@@ -55,14 +55,16 @@ def again(cli, made, tmp_path, capsys):
 
 
 def test_a_run_again_gives_the_same_texts_and_figures(again, made, tmp_path):
+    """Lines that nothing here writes are ignored."""
     record, *lines = lines_of(made)
-    code, out, _ = again(asked=record["run"])
+    odd = [{"run": record["run"]} | fields for fields in ({}, {"kind": ["speed"]}, {"kind": "ppl", "of": 7})]
+    code, out, _ = again(lambda lines: lines.extend(odd), asked=record["run"])
     texts = [m for m in lines if "sha256" in m]
     compared = [m for m in texts if m["method"] not in ("costAware", "tree")]
     assert code == 0 and f"all {len(compared)} texts are the same." in out and "all 2 figures are the same." in out
     assert f"{len(texts) - len(compared)} are left out: the guesses of costAware" in out
     assert "have changed" not in out and "machine is not" not in out
-    second = [line for line in lines_of(tmp_path) if line["kind"] == "run"][1]
+    second = [line for line in lines_of(tmp_path) if line.get("kind") == "run"][1]
     assert second["flags"] == record["flags"] | {"out": str(tmp_path), "device": "cpu"}
     assert second["command"].startswith("--rerun ")
 
@@ -127,6 +129,9 @@ def test_a_changed_prompt_is_the_reason_and_paths_begin_where_the_run_was(run, f
         (lambda lines: lines.__delitem__(slice(1, None)), "1", "cannot be compared"),
         (lambda lines: [line.pop(name, 0) for line in lines for name in ("sha256", "ppl")], "1", "another version"),
         (lambda lines: lines[0].pop("flags"), "1", "its record lacks the flags"),
+        (lambda lines: lines[0].update(folder=None), "1", "another version"),
+        (lambda lines: lines[0].update(machine="x"), "1", "another version"),
+        (lambda lines: lines[0]["models"].update(target=5), "1", "another version"),
         (lambda lines: lines[0]["flags"].update(colour=3), "1", "there is no flag --colour any more"),
         (lambda lines: lines[0]["flags"].update(gamma=0), "1", "--gamma: must be a whole number"),
         (lambda lines: lines[0]["flags"].update(target="nowhere"), "1", "there is no model 'nowhere'"),
