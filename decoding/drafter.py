@@ -38,7 +38,7 @@ class Guesses:
     tree: Tree | None = None
 
     def check(self, vocabulary: int) -> None:
-        """Raise UserError unless q is as it should be. Kernels read it as it is."""
+        """Raise UserError unless q is float32 `[B, n, vocabulary]`, as the verification reads it."""
         wanted = (*self.drafts.shape, vocabulary)
         if self.q.shape != wanted or self.q.dtype != torch.float32:
             found = f"{self.q.dtype} {list(self.q.shape)}".removeprefix("torch.")

@@ -79,7 +79,7 @@ def test_q_of_looked_up_guesses_is_one_hot_in_every_round_though_its_memory_is_u
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("vocabulary, dtype", [(60, torch.float32), (62, torch.float32), (61, torch.bfloat16)])
 def test_a_q_of_another_vocabulary_or_dtype_is_refused(vocabulary, dtype, compiles):
-    """Kernels would read it as if it were right."""
+    """A compiled model would read it as if it were right."""
 
     class Drafter(LookupDrafter):
         def draft(self, *args):
