@@ -62,8 +62,8 @@ class Record:
 
     times: seconds from the call to the moment each round's tokens were on the host.
     committed: tokens each round added; their sum is the length of the output.
-    drafted, accepted: tokens guessed in each round, and how many of them verification accepted; without guesses after
-        the end of the text.
+    drafted, accepted: tokens guessed in each round (of a tree, its levels), and how many of them verification accepted;
+        without guesses after the end of the text.
     begun: seconds from the call to the moment the text got its row of the batch.
     """
 
@@ -112,7 +112,8 @@ class Record:
     @property
     def acceptance_by_position(self) -> list[tuple[int, int]]:
         """[(tested, passed), ...]: how often the i-th guess of a round was tested, that is, all guesses before it had
-        passed; and how often it passed."""
+        passed; and how often it passed. In a tree the i-th level counts as tested if the level above it was reached,
+        also where the accepted guess there has none below it."""
         counts = [[0, 0] for _ in range(max(self.drafted, default=0))]
         for drafted, accepted in zip(self.drafted, self.accepted):
             for i in range(min(accepted + 1, drafted)):
