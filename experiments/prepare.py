@@ -110,7 +110,7 @@ def encode_scored(inputs: Inputs, corpora: Sequence[texts.Corpus], shortest: mod
         if longer := sum(len(ids) > shortest.context for ids in passages):
             are = "1 text is" if longer == 1 else f"{longer} texts are"
             kept = f"the context of {shortest.name}, of which only the first {shortest.context} tokens count"
-            print(f"{corpus.name}: {are} longer than {kept} in the perplexity per text.")
+            print(visible(f"{corpus.name}: {are} longer than {kept} in the perplexity per text.", ""))
     if not any(ids for _, ids in inputs.texts):
         raise UserError(f"no text of {chosen.dataset} has two tokens; raise --sentenceLimit")
 
