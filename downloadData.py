@@ -9,6 +9,7 @@ python downloadData.py --list                         what is installed
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import urllib.request
@@ -138,7 +139,8 @@ def write_specbench(folder: Path, source: Path | None = None) -> tuple[str, dict
 
 
 def read_splits(source: Path, folder: Path) -> Any:
-    """The texts of `--from`, a `DatasetDict`. A file named *train* or *valid* is that split, all others are 'test'.
+    """The texts of `--from`, a `DatasetDict`. A file with the word train, valid or validation in its name is of that
+    split. All others are 'test'.
 
     A table gives its rows, a text is one row. folder: temporary files are written beside it.
     """
@@ -158,7 +160,8 @@ def read_splits(source: Path, folder: Path) -> Any:
             texts = [read(path)]
         else:
             continue
-        split = "train" if "train" in name else "validation" if "valid" in name else "test"
+        word = re.search(r"(?<![a-z])(train|valid)(ation)?(?![a-z])", name)
+        split = {"train": "train", "valid": "validation"}[word[1]] if word else "test"
         splits.setdefault(split, []).extend(texts)
     if not any(str(text or "").strip() for texts in splits.values() for text in texts):
         raise UserError(f"--from {source} contains no text ({', '.join((*ENDINGS, *TABLES))})")

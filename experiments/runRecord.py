@@ -44,7 +44,9 @@ from inputs.commandLine import counted, did_you_mean
 from inputs.models import model_version
 from utils import UserError
 
-# All source that can change a figure: decoding, its speed, measurement, and statistics.
+# All source that can change a figure of test.py: decoding, its speed, measurement, and statistics. A script that
+# measures by itself is not in the digest: after a change of scripts/costFrontier.py, scripts/auditEngines.py or
+# tests/countKernels.py that alters figures, their records must be measured anew.
 SOURCE = ("utils", "regrSampling", "specSampling", "PPL")
 FOLDERS = ("decoding", "engine", "methods", "inputs", "experiments", "lossless", "benchmark")
 SUFFIXES = (".py", ".cpp", ".h")

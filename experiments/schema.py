@@ -212,8 +212,8 @@ class EvidenceFigures(TypedDict):
 
     texts: int
     tokens: int
-    excluded: int  # tokens that only rounding put outside of top-p or top-k
-    impossible: int  # tokens with no probability
+    excluded: int  # tokens outside of top-p or top-k, no more and no further than rounding explains
+    impossible: int  # other tokens with no probability
     counts: list[int]  # the histogram of u
     p: dict[str, float]  # {test: p-value}
     z: float  # of the surprise
@@ -266,6 +266,7 @@ class GreedyFigures(TypedDict):
     beyond: int
     largest_gap: float
     allowed: float
+    expected: NotRequired[float]  # tokens that rounding puts beside the argmax, at most; older records lack it
 
 
 class GreedyLine(GreedyFigures):

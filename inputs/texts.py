@@ -297,6 +297,9 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, model: ModelLimit
         """The text of a line. Raises ValueError for a line that cannot be used."""
         if not isinstance(fields, dict) or "prompt" not in fields or not {"tokens", "text"} & fields.keys():
             raise ValueError('this is not an object with "prompt" and with "tokens" or "text"')
+        lists = {name for name, value in fields.items() if isinstance(value, list)} - {"prompt", "tokens"}
+        for name in sorted(name for name in lists if name.endswith(("tokens", "ids"))):
+            raise ValueError(f'"{name}" is not read: token ids are "prompt" and "tokens"')
         prompt, was_text = ids_of(fields["prompt"], "prompt", model, tokenizer), fields.get("tokens") is None
         if was_text:
             tokens = ids_of(ids_after(prompt, fields["prompt"], fields.get("text"), tokenizer), "text", model)

@@ -24,7 +24,7 @@ from inputs.models import DTYPES
 from inputs.progress import followed
 from inputs.texts import decoded
 from lossless.evidence import CONFIDENCE, LISTED, RETOKENISED, SEEN, Evidence, limit_of, seen_by
-from lossless.scorer import Texts, TextScorer, gap_figures, guesses_along
+from lossless.scorer import Texts, TextScorer, gap_figures, guesses_along, wrong_tokens
 from methods.catalogue import build
 from utils import Sampling
 
@@ -69,7 +69,7 @@ class Auditor:
             "limit": self.limit,
             "order": "p" if self.order is None else "q / p",
             "seen_by": tests,
-            "places": places(np.argwhere(evidence.impossible == 1), texts, lines),
+            "places": places(np.argwhere(evidence.beyond_rounding), texts, lines),
             "alike": alike(evidence.u),
             "power": power_of(evidence, self.limit),
             "variation": variation_of(evidence),
@@ -79,7 +79,7 @@ class Auditor:
 
     def rejecting(self, evidence: Evidence, figures: EvidenceFigures) -> list[str]:
         """The tests that reject the texts."""
-        impossible, tokens = (array.sum(1) for array in (evidence.impossible == 1, ~np.isnan(evidence.surprise)))
+        impossible, tokens = (array.sum(1) for array in (evidence.beyond_rounding, ~np.isnan(evidence.surprise)))
         encoded = np.array(self.encoded or [False] * len(tokens))[: len(tokens)]
         few = not impossible[~encoded].any() and impossible[encoded].sum() <= RETOKENISED * tokens[encoded].sum()
         return [test for test in seen_by(figures, self.limit) if test != "impossible" or not few]
@@ -88,14 +88,14 @@ class Auditor:
         """The figures of greedy texts: how many tokens are not the argmax, and are beyond what rounding explains."""
         scorer = TextScorer(self.target, None, sampling, self.seed, self.unit)
 
-        def gaps(part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        def gaps(part: slice) -> tuple[Tensor, ...]:
             return scorer.logit_gaps(prompts[part], texts[part])
 
-        gap, allowed, is_argmax = map(torch.cat, zip(*self.mapped(gaps, len(texts))))
+        found = list(map(torch.cat, zip(*self.mapped(gaps, len(texts)))))
         index = [(row, position) for row, text in enumerate(texts) for position in range(len(text))]
-        wrong = [index[i] for i in (gap > allowed).nonzero()[:, 0].tolist()]
+        wrong = [index[i] for i in wrong_tokens(*found).nonzero()[:, 0].tolist()]
         findings = {"repetition_penalty": sampling.repetition_penalty, "unit": self.unit}
-        figures = gap_figures(texts, gap, allowed, is_argmax) | findings | {"places": places(wrong, texts, lines)}
+        figures = gap_figures(texts, *found) | findings | {"places": places(wrong, texts, lines)}
         return cast(GreedyAuditFigures, figures)
 
     def evidence(self, prompts: Texts, texts: Texts, sampling: Sampling) -> Evidence:
@@ -165,10 +165,10 @@ def variation_of(evidence: Evidence) -> list[float]:
     is at least that. It can be more: differences of several contexts can cancel.
 
     The empirical distribution of u differs from F by a martingale, whose covariance is at most the Brownian bridge's.
-    So for many tokens the error is at most Kolmogorov's, although tokens of a text depend on each other. An impossible
-    token comes last in the order: its u is 1.
+    So for many tokens the error is at most Kolmogorov's, although tokens of a text depend on each other. A token with
+    p(x) = 0 comes last in the order: its u is 1, also if rounding explains it.
     """
-    u = np.where(evidence.impossible == 1, 1.0, evidence.u)
+    u = np.where(evidence.lost, 1.0, evidence.u)
     u = u[~np.isnan(u)]
     distance = kstest(u, "uniform").statistic if len(u) else 0.0
     error = kstwo.isf(1 - CONFIDENCE, max(1, len(u)))

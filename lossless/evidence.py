@@ -42,6 +42,7 @@ RETOKENISED = 0.02
 TILTS = (-1.0, -0.5, -0.25, -0.125, 0.125, 0.25, 0.5, 1.0)  # of the distributions of the surprise
 SEEN = 0.9  # The power is that of departures that are seen with this probability.
 CONFIDENCE = 0.95  # of `lossless.audit.variation_of`
+UNLIKELY = 1e-9  # Rounding does not put more tokens outside of a filter, nor more beside the argmax, if so unlikely.
 FALSE_ALARM = 1e-3  # Probability, at most, that all tests of a run of exact samplers, taken together, raise any alarm.
 TESTS = {
     "chi_square": "chi-square",
@@ -62,6 +63,7 @@ class Evidence:
     surprise: -log p(x) in nats. entropy, variance: its mean and its variance under p.
     log_mgf: `[texts, tokens, TILTS]`, log E exp(s (surprise - entropy)) under p for each s of TILTS.
     impossible: 1 where p(x) is 0 and rounding cannot explain it, else 0.
+    edge: the probability, at most, of a token whose p is 0 for an exact sampler whose logits are rounded.
     hits, chances: `[texts, tokens, places]`, of the guesses for each token: 1 where it is the guess, else 0; and the
         guess's p. nan where nothing was guessed. None: no guesses are known.
     """
@@ -72,6 +74,7 @@ class Evidence:
     variance: np.ndarray
     log_mgf: np.ndarray
     impossible: np.ndarray
+    edge: np.ndarray
     hits: np.ndarray | None = None
     chances: np.ndarray | None = None
 
@@ -89,9 +92,20 @@ class Evidence:
         """All arrays, without those that are None."""
         return [array for array in vars(self).values() if array is not None]
 
+    @property
+    def lost(self) -> np.ndarray:
+        """Where p(x) is 0."""
+        return np.isnan(self.u) & ~np.isnan(self.surprise)
+
+    @property
+    def beyond_rounding(self) -> np.ndarray:
+        """Where p(x) is 0 and rounding cannot explain it: each token by itself, or all if there are too many."""
+        at_edge, written = self.lost & (self.impossible == 0), ~np.isnan(self.surprise)
+        return self.lost if too_many(at_edge[written], self.edge[written]) else self.lost & ~at_edge
+
     def figures(self) -> EvidenceFigures:
         """The figures of a line of results: counts, p-values by test, perplexities."""
-        possible = ~np.isnan(self.u)
+        possible, impossible = ~np.isnan(self.u), self.beyond_rounding
         counts = np.histogram(self.u[possible], BINS, (0, 1))[0]
         total, variance = (self.surprise - self.entropy)[possible].sum(), self.variance[possible].sum()
         p = {
@@ -105,8 +119,8 @@ class Evidence:
         figures: EvidenceFigures = {
             "texts": len(self.u),
             "tokens": int((~np.isnan(self.surprise)).sum()),
-            "excluded": int((np.isnan(self.u) & (self.impossible == 0)).sum()),
-            "impossible": int(np.nansum(self.impossible)),
+            "excluded": int((self.lost & ~impossible).sum()),
+            "impossible": int(impossible.sum()),
             "counts": counts.tolist(),
             "p": {name: float(value) for name, value in p.items()},
             "z": z_score(total, variance),
@@ -156,6 +170,11 @@ def hits_p_value(hits: np.ndarray, p: np.ndarray) -> float:
     total = hits.sum()
     minimum = minimize_scalar(lambda s: np.log1p(p * np.expm1(s)).sum() - s * total, bounds=(-30, 30), method="bounded")
     return min(1.0, float(2 * np.exp(minimum.fun)))
+
+
+def too_many(hits: np.ndarray, p: np.ndarray) -> bool:
+    """Whether there are more hits than rounding explains, if each comes with its probability of `p` at most."""
+    return bool(hits.sum() > p.sum() and hits_p_value(hits, p) < UNLIKELY)
 
 
 def seen_by(figures: Mapping[str, Any], limit: float) -> list[str]:

@@ -4,6 +4,7 @@ and `guesses_along` lets a method guess along them."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from decoding.rows import EndOfText, Rows
 from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
-from lossless.evidence import TILTS, Evidence
+from lossless.evidence import TILTS, Evidence, too_many
 from utils import Sampling, not_finite, probabilities, seen_after, upload
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
@@ -63,6 +64,15 @@ def distributions(model: Any, logits: Tensor, sampling: Sampling, seen: Tensor |
     if p.isnan().any():
         raise not_finite(model.name, model.dtype)
     return p
+
+
+def log_mgf(p: Tensor, entropy: Tensor) -> Tensor:
+    """`Evidence.log_mgf` of the distributions `p[..., V]`, `[..., TILTS]`: from the sums of p^(1 - s)."""
+    half = p.sqrt()
+    quarter = half.sqrt()
+    eighth = quarter.sqrt()
+    powers = p * p, p * half, p * quarter, p * eighth, half * quarter * eighth, half * quarter, half, p > 0
+    return torch.stack([power.sum(-1).log() - s * entropy for power, s in zip(powers, TILTS)], -1)
 
 
 @dataclass(frozen=True)
@@ -122,17 +132,13 @@ class TextScorer:
             log = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             entropy = -(p * log).sum(-1)
             variance = (p * (log + entropy[..., None]) ** 2).sum(-1)
-            half = p.sqrt()
-            quarter = half.sqrt()
-            eighth = quarter.sqrt()
-            powers = p * p, p * half, p * quarter, p * eighth, half * quarter * eighth, half * quarter, half, p > 0
-            log_mgf = [power.sum(-1).log() - s * entropy for power, s in zip(powers, TILTS)]  # of p^(1 - s)
             lost = (p_x[..., 0] == 0) & batch.written
             impossible = torch.zeros_like(lost)
             if lost.any():
                 impossible[lost] = ~self.cut_by_rounding(scores[lost], x[lost], None if seen is None else seen[lost])
-            u = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan)
-            fields = [u, -log.gather(-1, x)[..., 0], entropy, variance, torch.stack(log_mgf, -1), impossible.float()]
+            u, edge = u.clamp(0, 1 - 1e-7).masked_fill(lost, torch.nan), self.at_edge(scores, p, seen)
+            surprise = -log.gather(-1, x)[..., 0]
+            fields = [u, surprise, entropy, variance, log_mgf(p, entropy), impossible.float(), edge]
             if guesses is not None:
                 guess = torch.from_numpy(guesses[part, : x.shape[1]]).to(x.device)
                 none, chances = (guess < 0) | lost[..., None], p.gather(-1, guess.clamp(min=0))
@@ -144,41 +150,66 @@ class TextScorer:
         return sum(parts[1:], parts[0])
 
     def cut_by_rounding(self, logits: Tensor, x: Tensor, seen: Tensor | None) -> Tensor:
-        """Whether top-k and top-p would have kept x, had rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`.
-
-        If a logit changes by d, the share s of the tokens above the cut changes by at most s (1 - s) d.
-        """
-        d = self.rounding(logits)
-        raised = logits.scatter_add(-1, x, d)
-        top_p, temperature = self.sampling.top_p, self.sampling.temperature or 1
+        """Whether top-k and top-p would keep x if rounding favoured it: `logits[N, V]`, `x[N, 1]` -> bool `[N]`."""
+        most = self.rounding(logits)[1]
+        raised = logits.scatter_add(-1, x, most)
         results = []
         for i in range(len(x)):
-            wider = replace(self.sampling, top_p=min(1.0, top_p + top_p * (1 - top_p) * float(d[i]) / temperature))
+            wider = self.wider(float(most[i]))
             results.append(probabilities(raised[i], wider, None if seen is None else seen[i])[x[i, 0]] > 0)
         return torch.stack(results)
 
-    def rounding(self, logits: Tensor) -> Tensor:
-        """How much the difference of two logits can change if it is computed another way, `[..., V]` -> `[..., 1]`.
+    def wider(self, d: float) -> Sampling:
+        """The sampling with the top-p that may apply, if the logits of all tokens above the cut are too low by d."""
+        odds = math.exp(min(700.0, d / (self.sampling.temperature or 1)))
+        return replace(self.sampling, top_p=min(1.0, odds / (odds + 1 / self.sampling.top_p - 1)))
+
+    def at_edge(self, logits: Tensor, p: Tensor, seen: Tensor | None) -> Tensor:
+        """The probability, at most, that an exact sampler with rounded logits draws a token whose p is 0:
+        `logits[B, m, V]`, `p[B, m, V]` -> `[B, m]`.
+
+        A token is kept if the error of its logit exceeds its distance from the least one that is kept, or if both are
+        rounded to one number. The tails of the error are taken as those of Laplace's distribution: they are heavier
+        than a normal one's. Top-p may also move, one way or the other.
+        """
+        if self.sampling.top_p == 1 and not 0 < self.sampling.top_k < p.shape[-1]:
+            return torch.zeros_like(p[..., 0])
+        deviation = self.rounding(logits)[0]
+        free = probabilities(logits, replace(self.sampling, top_p=1.0, top_k=0), seen)
+        kept = probabilities(logits, self.wider(float(deviation.max())), seen) > 0
+        least = free.masked_fill(~kept, 1.0).amin(-1, keepdim=True)
+        distance = (least.log() - free.log()).clamp(min=0) * self.sampling.temperature / deviation
+        chance = (-distance).exp() * torch.where(kept, 0.5, 1.0)
+        return (free * chance).masked_fill(p > 0, 0).sum(-1) / free.masked_fill(p == 0, 0).sum(-1)
+
+    def rounding(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """How much the difference of two logits changes if it is computed another way, `[..., V]` -> two `[..., 1]`:
+        its standard deviation, and the most that is put down to rounding.
 
         The residual stream of a model with L layers is a sum of 2 L parts. Each part is rounded by the unit roundoff of
         the dtype. Each is computed from sums of d products in float32, whose error grows as sqrt(d). Independent errors
         add as their squares do. Such a relative error is taken of the standard deviation of the logits over the
-        vocabulary.
+        vocabulary. The most is 8 times that. The measured standard deviation is 0.04 to 0.93 of this estimate, but a
+        few large numbers make its tails heavy: the largest error was 6.6 of it.
 
-        The result allows 8 standard deviations of the error. The measured standard deviation is 0.04 to 0.93 of this
-        estimate, but a few large numbers make its tails heavy: the largest error was 6.6 of it.
+        Then the logits are rounded themselves, those near the largest by at most its size and twice the standard
+        deviation, times the unit roundoff. A repetition penalty multiplies the errors.
         """
         config = self.target.model.config.get_text_config()
         unit, accumulated = self.unit or torch.finfo(self.target.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
         relative = (2 * config.num_hidden_layers) ** 0.5 * (unit + config.hidden_size**0.5 * accumulated)
-        return 8 * relative * logits.std(-1, keepdim=True)
+        factor = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
+        spread = logits.std(-1, keepdim=True)
+        inside, last = relative * spread, unit * (logits.amax(-1, keepdim=True).abs() + 2 * spread)
+        return factor * (inside + last), factor * (8 * inside + 2 * last)
 
     @torch.inference_mode()
-    def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor]:
-        """How far each token is from the target's argmax, three tensors with a number for each token of all texts.
+    def logit_gaps(self, prompts: Texts, texts: Texts) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """How far each token is from the target's argmax, four tensors with a number for each token of all texts.
 
         The first: the largest logit minus the token's, 0 for the argmax and its equals. The second: how much of that
-        rounding can explain. The third, bool: the token is the argmax.
+        rounding can explain. The third, bool: the token is the argmax. The fourth: the probability, at most, that it is
+        not, of an exact sampler with rounded logits (as in `at_edge`).
         """
         penalty, results = Sampling(1.0, 0, 1.0, self.sampling.repetition_penalty), []
         for prompt, text in zip(prompts, texts):
@@ -188,15 +219,26 @@ class TextScorer:
             p = distributions(self.target, logits, penalty, batch.seen(penalty, self.target.vocabulary))[0]
             scores = p.clamp(min=torch.finfo(p.dtype).tiny).log()
             gap = scores.amax(-1) - scores.gather(-1, batch.x[0])[:, 0]
-            results.append((gap, self.rounding(logits)[0, :, 0], scores.argmax(-1) == batch.x[0, :, 0]))
-        gaps, allowed, is_argmax = (torch.cat(parts).cpu() for parts in zip(*results))
-        return gaps, allowed, is_argmax
+            deviation, most = (part[0] for part in self.rounding(logits))
+            others = ((scores - scores.amax(-1, keepdim=True)) / deviation).exp().sum(-1) - 1
+            is_argmax = scores.argmax(-1) == batch.x[0, :, 0]
+            results.append((gap, most[:, 0], is_argmax, (others / 2).clamp(0, 1)))
+        gaps, allowed, is_argmax, chance = (torch.cat(parts).cpu() for parts in zip(*results))
+        return gaps, allowed, is_argmax, chance
 
 
-def gap_figures(texts: Texts, gap: Tensor, allowed: Tensor, is_argmax: Tensor) -> dict[str, Any]:
-    """The figures of greedy texts, of the three results of `TextScorer.logit_gaps`. near_ties: tokens that are not the
-    argmax of the text read as a whole, but within rounding of it. beyond: tokens beyond rounding."""
-    beyond = gap > allowed
+def wrong_tokens(gap: Tensor, allowed: Tensor, is_argmax: Tensor, chance: Tensor) -> Tensor:
+    """Which tokens of greedy texts rounding does not explain: each by itself, or all but the argmax if these are too
+    many; bool. The arguments are the four results of `TextScorer.logit_gaps`."""
+    near_ties = ~is_argmax & (gap <= allowed)
+    return ~is_argmax if too_many(near_ties.double().numpy(), chance.double().numpy()) else gap > allowed
+
+
+def gap_figures(texts: Texts, gap: Tensor, allowed: Tensor, is_argmax: Tensor, chance: Tensor) -> dict[str, Any]:
+    """The figures of greedy texts, of the four results of `TextScorer.logit_gaps`. near_ties: tokens that are not the
+    argmax of the text read as a whole, but within rounding of it; expected: how many of these rounding explains.
+    beyond: tokens beyond rounding."""
+    beyond = wrong_tokens(gap, allowed, is_argmax, chance)
     return {
         "texts": len(texts),
         "tokens": gap.numel(),
@@ -204,6 +246,7 @@ def gap_figures(texts: Texts, gap: Tensor, allowed: Tensor, is_argmax: Tensor) -
         "beyond": int(beyond.sum()),
         "largest_gap": float(gap.max()),
         "allowed": float(allowed.max()),
+        "expected": float(chance.sum()),
     }
 
 
@@ -214,7 +257,7 @@ def greedy_figures(texts: Texts, plain: Texts, prompts: Texts, scorer: TextScore
     for prompt, text, plain_text in zip(prompts, texts, plain):
         if text != plain_text:
             fork = next(i for i, (a, b) in enumerate(zip(text, plain_text)) if a != b)
-            gap, allowed, _ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
+            gap, allowed, *_ = scorer.logit_gaps([prompt], [plain_text[: fork + 1]])
             figures["differing"] += 1
             figures["beyond"] += int(gap[-1] > allowed[-1])
     return cast(GreedyFigures, figures)

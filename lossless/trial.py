@@ -149,8 +149,8 @@ class Trial:
         return TextScorer(self.models["target"], order_by, sampling, self.seed)
 
     def shown_counts(self, evidence: Evidence) -> dict[str, Any]:
-        """The histogram for the figure. An impossible token has an infinite q / p, so its u is 1."""
-        u = np.where(evidence.impossible > 0, 1.0, evidence.u)[: self.in_figure]
+        """The histogram for the figure. A token whose p is 0 has an infinite q / p, so its u is 1."""
+        u = np.where(evidence.lost, 1.0, evidence.u)[: self.in_figure]
         return {"counts_shown": np.histogram(u[~np.isnan(u)], BINS, (0, 1))[0].tolist(), "tokens_shown": u.size}
 
     def test_methods(self) -> None:

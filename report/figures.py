@@ -113,7 +113,8 @@ def draw_speed(lines: Sequence[Line]) -> Figure:
 def draw_sweep(lines: Sequence[Line]) -> Figure:
     """Draw the speed-up over gamma beside theory, and of several temperatures also as a heat map."""
     costs = sorted(of_kind(lines, CostsLine), key=lambda cost: cost["temperature"])
-    costs = [cost for cost in costs if cost["promptLen"] == of_kind(lines, CostsLine)[0]["promptLen"]]
+    lengths = list(dict.fromkeys(cost["promptLen"] for cost in of_kind(lines, CostsLine)))
+    costs = [cost for cost in costs if cost["promptLen"] == lengths[0]]
     predictions = [predict(swept_texts(lines, cost), cost) for cost in costs]
     several = len(costs) > 1
     size = (12 if several else 8), 4.4
@@ -134,7 +135,8 @@ def draw_sweep(lines: Sequence[Line]) -> Figure:
     axes.axhline(1, color=RED, linestyle="--", linewidth=1, label="plain decoding")
     axes.set(xlabel="gamma", ylabel="speed-up over plain decoding", xticks=gammas)
     bars = bars_of(row["speedup"] for prediction in predictions for row in prediction["rows"])
-    axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}")
+    prompts = f"; prompts of {lengths[0]} tokens" if len(lengths) > 1 else ""
+    axes.set_title(f"medians of paired ratios, {bars}; top-p {costs[0]['top_p']}{prompts}")
     figure.legend(ncols=2 + several, loc="outside upper left")
     if several:
         rows = {cost["temperature"]: prediction for cost, prediction in zip(costs, predictions)}

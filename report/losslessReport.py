@@ -1,5 +1,6 @@
 """The report of `--lossless`: a verdict in one sentence, and the tables behind it."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -34,8 +35,8 @@ SAMPLED_NOTES = (
     "is asked once more. surprise z: how many standard deviations the sum is from what the target expects. A p-value "
     "below {limit:.1e} is a difference; with exact samplers this happens in at most one of "
     f"{1 / FALSE_ALARM:,.0f} runs. PPL of text: the perplexity of its tokens but those of the last two columns. PPL of "
-    "p: from the target's own entropy. at the edge: tokens that only rounding put outside of top-p or top-k. p=0: "
-    "impossible tokens, to which the target gives no probability."
+    "p: from the target's own entropy. at the edge: tokens outside of top-p or top-k, no more and no further than "
+    "rounding explains; they are in no test. p=0: impossible tokens, to which the target gives no probability."
 )
 GREEDY_COLUMNS: Columns[GreedyLine] = {
     "": lambda line: name_of(line["method"]),
@@ -136,6 +137,7 @@ def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
     texts = f"{counted(line['tokens'], 'token')} in {counted(line['texts'], 'text')}"
     if line["test"] == "greedyAudit":
         rounding = f"the largest logit gap is {line['largest_gap']:.2g}, and rounding explains {line['allowed']:.2g}"
+        rounding += f" at up to {math.ceil(line['expected']):,} tokens" if "expected" in line else ""
         if not line["beyond"]:
             return True, f"Greedy text of the target: {texts}, {line['near_ties']:,} of them near-ties ({rounding})."
         drawn = "; so many that the text may be drawn: give its --temperature" * (10 * line["beyond"] > line["tokens"])
@@ -144,10 +146,15 @@ def audit_verdict(line: AuditLine | GreedyAuditLine) -> tuple[bool, str]:
     if tests := [TESTS[test] for test in line["seen_by"]]:
         return False, f"Not the target's at {settings}: {texts} are rejected by {' and '.join(tests)}."
     p, limit = min(line["p"].values()), line["limit"]
-    return True, (
+    tested = (
         f"No test rejects the text: {texts} cannot be told from the target's own at {settings} (the least of "
         f"{len(line['p'])} p-values is {p:.2g}; {limit:.1e} would be too small)."
     )
+    if line["excluded"]:
+        tested += (
+            f" {counted(line['excluded'], 'token')} of these are outside of top-p or top-k, which rounding explains."
+        )
+    return True, tested
 
 
 def settings_of(values: Any) -> str:

@@ -140,9 +140,9 @@ def finite(value: Any) -> Any:
 
 def headline(lines: Sequence[Line]) -> str:
     """One figure of a run: the verdict, the fastest lossless method, or a perplexity."""
+    if not of_kind(lines, schema.EndLine):
+        return "not finished"
     if any(line["kind"] == "lossless" and line["test"] != "engine" for line in lines):
-        if not of_kind(lines, schema.EndLine):
-            return "not finished"
         return "a difference" if losslessReport.exit_code(lines) else "no difference"
     speed = of_kind(lines, schema.SpeedLine)
     if speed := [line for line in speed if line["method"] in METHODS and METHODS[line["method"]].lossless]:

@@ -53,7 +53,7 @@ OVERLAPS = (
 THEORY_NOTES = "sum of min(p, q): the mean over contexts visited; so often one guess is accepted. " + OVERLAPS
 OF_TREES = " In a tree, the sum is that of first siblings, and later ones add what they accept after the earlier ones."
 BATCH_NOTES = (
-    "batch: texts that are decoded at a time. A cell is a queue of texts, prefill included: medians over repeats. "
+    "batch: texts that are decoded at a time. A cell is a queue of texts, prefill included: medians over repeats{}. "
     "plain tokens/s: throughput of plain decoding. gamma: guesses in a round. costAware: the rule chooses gamma "
     "itself, for each row of the batch. its share of the best: of the fastest cell beside it, plain decoding included."
 )
@@ -225,6 +225,8 @@ def speed_notes(lines: Sequence[SpeedLine], tables: Sequence[Table], pythia: boo
     if any("batch" in line for line in lines):
         notes += "tokens/s and speed-up are of all prompts together, decoded as a queue; the other columns are of "
         notes += "single texts. TTFT: from the moment a text gets its row of the batch. "
+    for temperature in {line["temperature"] for line in lines if line["method"].lower().endswith("contrastive")}:
+        notes += f"contrastive: at temperature {temperature}, without filters. "
     titles = dict.fromkeys(title for table in tables for title in table.titles())
     notes += "; ".join(LEGEND[title] for title in titles if title in LEGEND) + "."
     if pythia:
@@ -292,12 +294,12 @@ def batch_table(lines: Sequence[Line]) -> Table:
         f"{first['promptLen']}, temperature {first['temperature']}, top_p {first['top_p']}, {first['dtype']}"
     )
     heads = ["batch", "plain\ntokens/s", *map("gamma\n{}".format, fixed), "costAware", "its share\nof the best"]
-    table = Table(title, heads, notes=BATCH_NOTES)
+    table = Table(title, heads)
     for batch, prediction in rows.items():
         cell: dict[Any, Cell] = {row["gamma"]: Measured(row["speedup"][0], digits=2) for row in prediction["rows"]}
         chosen = [cell.get(gamma, "") for gamma in (*fixed, "costAware")]
         table.add(str(batch), median(prediction["plain"]), *chosen, span(prediction["controller"]))
-    return table
+    return replace(table, notes=BATCH_NOTES.format(notation(table)))
 
 
 def said_of(line: EngineLine) -> str:
@@ -320,7 +322,8 @@ def engine_table(lines: Sequence[EngineLine]) -> Table:
     notes = ENGINE_NOTES.format(texts=texts or "their")
     heads = ["", "version", "precision", "greedy", "sampled"]
     table = Table("Other programs", heads, left=(1, 2, 4), folded=(1, 4), notes=notes)
-    for line in {line["method"]: line for line in lines}.values():  # The last of several prompt lengths.
+    # Of several prompt lengths the last, or one at which the method failed.
+    for line in {line["method"]: line for line in [*lines, *(line for line in lines if line["failed"])]}.values():
         beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
         table.add(line["method"], line["version"] or "", line["precision"], beyond, said_of(line))
     return table

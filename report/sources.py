@@ -49,7 +49,8 @@ DIVERSITY_NOTES = (
 DIVERSITY = "entropy\n1", "entropy\n2", "entropy\n3", "distinct\n1", "distinct\n2", "repeated", "perplexity"
 PERPLEXITY_NOTES = (
     "speculative: the perplexity of the speculative sampler itself, at temperature 1 and without filters; relative "
-    "difference: between it and the target's. Of a text longer than the models' context, the first tokens count."
+    "difference: between it and the target's. Of a text longer than the models' context, the first tokens count. "
+    "The first token of a text is not scored; per word and per byte divide by the words and bytes of whole texts."
 )
 PERPLEXITIES = "draft", "target", "speculative", "relative\ndifference"
 

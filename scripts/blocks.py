@@ -170,7 +170,12 @@ def beside_the_report(records: Records) -> str:
         f"bundled pair, {title}": (of_kind(lines, SpeedLine), methods)
         for (_, lines), (title, methods) in zip(runs, BESIDE.values())
     }
-    title = "Pythia's shapes, random weights, KV cache, compiled; 60 % of guesses accepted (synthetic)"
+    coins = [pair for line in of_kind(measured, SpeedLine) for pair in line["acceptance_by_position"]]
+    tested, accepted = map(sum, zip(*coins))
+    title = (
+        f"Pythia's shapes, random weights, KV cache, compiled; {100 * accepted / tested:.0f} % of guesses accepted "
+        f"(synthetic: each with probability {shapes['flags']['acceptance']})"
+    )
     random_weights = {title: (of_kind(measured, SpeedLine), COMPILED)}
     perplexities = text_table(of_kind(records["first"][1], TextPerplexityLine), True)
     pieces = [markdown(speeds_beside(pair)), " ".join(source(*run) for run in runs), markdown(perplexities)]

@@ -56,7 +56,7 @@ def test_the_bounds_of_the_total_variation_hold(moved):
         last = random.random(u.shape) < 0.2 + moved
         u = np.where(last, 0.8 + 0.2 * u, 0.8 * u)
         impossible = np.where(u > 1 - moved / 4, 1.0, 0.0)  # They are the last of all.
-        low, high = variation_of(Evidence(np.where(impossible, np.nan, u), *[u] * 4, impossible))
+        low, high = variation_of(Evidence(np.where(impossible, np.nan, u), *[u] * 4, impossible, 0 * u))
         held += low <= moved <= high
         assert high < moved + 0.1 and low > moved - 0.1
     assert held >= 190 if moved else held > 180
@@ -81,7 +81,7 @@ def test_texts_of_different_lengths_are_scored_as_each_alone(target, monkeypatch
 def test_neighbours_are_tokens_that_there_are():
     u = np.array([[0.9, 0.8, 0.7], [0.6, np.nan, np.nan]])
     z = (0.4 * 0.3 + 0.3 * 0.2 + 0.4 * 0.1) / ((0.4**2 + 0.3**2 + 0.4**2) / 12) ** 0.5
-    assert Evidence(u, *[np.where(np.isnan(u), np.nan, 0)] * 5).neighbours() == pytest.approx(z)
+    assert Evidence(u, *[np.where(np.isnan(u), np.nan, 0)] * 6).neighbours() == pytest.approx(z)
 
 
 @pytest.mark.parametrize("sampling", [COLD, NUCLEUS, Sampling(1.3, 7, 1.0, 1.2)])
@@ -126,6 +126,63 @@ def test_greedy_text_is_judged_token_by_token(target):
     assert found["beyond"] >= 1 and found["places"][0] == {"line": 3, "position": 6, "token": texts[2][5]}
 
 
+def changed(target, change):
+    """The target with other logits."""
+    model = CachedModel(target.model)
+    for name in "score", "forward":
+        compute = getattr(model, name)
+        setattr(model, name, lambda *args, compute=compute, **options: change(compute(*args, **options)))
+    return model
+
+
+def lower_where_close(logits):
+    """The largest logit is below the second where they differ by less than 0.1."""
+    (first, second), best = logits.topk(2).values.split(1, -1), logits.argmax(-1, keepdim=True)
+    return logits.scatter_add(-1, best, torch.where(first - second < 0.1, -1e3, 0.0))
+
+
+HALF = 2.0**-8  # the unit roundoff of bfloat16
+FEWER = Sampling(1.0, 12, 1.0)
+
+
+@pytest.mark.parametrize("offset", [0, -100])
+@pytest.mark.parametrize("sampling", [NUCLEUS, Sampling(0.2, 0, 0.9), FEWER, GREEDY], ids=str)
+def test_texts_of_rounded_logits_pass_whatever_is_added_to_all(target, sampling, offset):
+    """The larger the logits, the coarser they are rounded. Some tokens are at the edge, or near-ties."""
+    judge = Auditor(changed(target, lambda logits: logits + offset), None, HALF)
+    rounded = changed(target, lambda logits: (logits + offset).bfloat16().float())
+    prompts, texts = drawn(rounded, sampling)
+    if sampling is GREEDY:
+        found = judge.greedy(prompts, texts, sampling)
+        assert found["beyond"] == 0 and 0 <= found["near_ties"] < found["expected"]
+    else:
+        found = judge.drawn(prompts, texts, sampling)
+        assert found["seen_by"] == [] and found["excluded"] > 0 if offset else found["seen_by"] == []
+
+
+@pytest.mark.parametrize(
+    "written_with, sampling",
+    [(Sampling(1.0, 0, 0.9), NUCLEUS), (Sampling(0.2, 0, 1.0), Sampling(0.2, 0, 0.9)), (Sampling(1.0, 15, 1.0), FEWER)],
+)
+def test_more_tokens_at_the_edge_than_rounding_explains_are_impossible(target, written_with, sampling, monkeypatch):
+    """Rounding in bfloat16 could put many of them there one by one. All count in the distance."""
+    texts, judge = drawn(target, written_with, rows=128), Auditor(target, None, HALF)
+    found = judge.drawn(*texts, sampling)
+    assert "impossible" in found["seen_by"] and found["excluded"] == 0 and found["places"]
+    monkeypatch.setattr("lossless.evidence.UNLIKELY", 0.0)
+    one_by_one = judge.drawn(*texts, sampling)
+    assert one_by_one["excluded"] + one_by_one["impossible"] == found["impossible"] > one_by_one["impossible"]
+    assert one_by_one["variation"] == found["variation"]
+    assert found["variation"][1] > found["impossible"] / found["tokens"]
+
+
+def test_a_greedy_text_with_too_many_near_ties_is_not_the_targets(target):
+    prompts, texts = drawn(changed(target, lower_where_close), GREEDY)
+    found = Auditor(target, None, HALF).greedy(prompts, texts, GREEDY)
+    assert found["largest_gap"] < found["allowed"] and found["near_ties"] == 0
+    assert found["beyond"] > found["expected"] and found["places"]
+
+
 @pytest.mark.parametrize("order", [False, True])
 def test_logits_that_are_not_finite_are_an_error_and_no_text_that_passes(target, order):
     """Those of the target, or of the draft that orders the vocabulary."""
@@ -154,7 +211,7 @@ def test_the_power_is_as_said(kind, test):
     for _ in range(100):
         u, zeros = random.random(shape), np.zeros(shape)
         log_mgf = np.broadcast_to(np.square(TILTS) / 2, (*shape, len(TILTS)))
-        evidence = Evidence(u, random.normal(size=shape), zeros, zeros + 1, log_mgf, zeros)
+        evidence = Evidence(u, random.normal(size=shape), zeros, zeros + 1, log_mgf, zeros, zeros)
         by = power_of(evidence, limit_of(1))[kind]
         if kind == "surprise":
             evidence.surprise += by
@@ -294,6 +351,7 @@ BAD = {
     '{"prompt": 5, "tokens": [2]}\n': ["line 1", '"prompt"', "nor text"],
     '{"prompt": [1], "tokens": []}\n': ["line 1", "no token to test"],
     '{"prompt": [1], "tokens": null}\n': ["line 1", "text"],
+    '{"prompt": "a", "prompt_token_ids": [1], "tokens": [1]}\n': ["line 1", '"prompt_token_ids" is not read'],
     '{"prompt": "", "tokens": [1]}\n': ["line 1", "prompt has no token"],
     json.dumps({"prompt": [1] * 256, "tokens": [1]}): ["line 1", "256 tokens", "reads 256"],
     json.dumps({"prompt": [1] * 200, "tokens": [1] * 100}): ["line 1", "200 tokens", "text of 100", "reads 256"],

@@ -124,14 +124,19 @@ def test_texts_of_every_form_are_installed_under_any_name(folder, tmp_path):
         "one.txt": "A first book.\n\nIt has two paragraphs.",
         "two.jsonl": '{"text": "line 0"}\n{"text": "line 1"}\n',
         "three.csv": "text,year\nfrom a table,1999\n",
-        "train.txt": "not for a test",
+        "My train-00.txt": "not for a test",
+        "wiki.valid.raw": "nor this",
+        "validation.txt": "nor this",
+        "Constraints.txt": "a word that holds another",
+        "The Invalid.txt": "and one more",
     }.items():
         (source / name).write_text(text)
     (source / "four.parquet").write_bytes(table(text=["from parquet"]))
     assert run("my-texts", "--from", str(source)) == 0
     (corpus,) = load_corpora("my-texts")
     first = "A first book.\n\nIt has two paragraphs."
-    assert sorted(corpus.documents) == [first, "from a table", "from parquet", "line 0", "line 1"]
+    words = ["a word that holds another", "and one more"]
+    assert sorted(corpus.documents) == [first, *words, "from a table", "from parquet", "line 0", "line 1"]
     DatasetDict(test=Dataset.from_dict({"text": ["saved"]})).save_to_disk(tmp_path / "saved")
     assert run("again", "--from", str(tmp_path / "saved")) == 0 and load_corpora("again")[0].documents == ["saved"]
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from conftest import one_line, refused
@@ -33,7 +34,7 @@ def keep(copy, monkeypatch, tmp_path):
         name, unfinished = f"feed{len(keep.commands)}", len(keep.commands) == keep.stopped
         head = run | {"code": code, "folder": "/elsewhere", "command": shlex.join(command[2:]), "run": name}
         for line in head, *(lines[:-1] if unfinished else lines):
-            Results(folder).append(**line | {"run": name})
+            Results(Path(command[-1])).append(**line | {"run": name})
         if unfinished:
             raise KeyboardInterrupt
 

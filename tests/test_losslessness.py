@@ -84,7 +84,9 @@ def test_the_figures_of_three_tokens_by_hand(monkeypatch):
 
 def test_the_tests_of_uniform_numbers_and_of_others():
     def figures(u):
-        return Evidence(u, *np.ones((3, *u.shape)), np.ones((*u.shape, len(TILTS))), np.zeros_like(u)).figures()
+        return Evidence(
+            u, *np.ones((3, *u.shape)), np.ones((*u.shape, len(TILTS))), np.zeros_like(u), np.ones_like(u)
+        ).figures()
 
     random = np.random.default_rng(0)
     u = random.random((100, 50))
@@ -406,7 +408,7 @@ def test_p_values_of_few_and_of_rare_events_are_no_smaller_than_they_may_be(n, p
 
 def test_independent_neighbours_pass_however_few():
     random, none = np.random.default_rng(0), np.zeros((2, 2))
-    z = [Evidence(random.random((2, 2)), *[none] * 5).neighbours() for _ in range(20_000)]
+    z = [Evidence(random.random((2, 2)), *[none] * 6).neighbours() for _ in range(20_000)]
     assert np.mean(2 * norm.sf(np.abs(z)) < 1e-3) <= 1e-3
 
 

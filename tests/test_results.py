@@ -147,7 +147,7 @@ def test_the_newest_run_is_first_below_a_line_for_each_and_what_there_is_is_show
     twice = speed_line("old", "fixed", scale=0.5)
     text = write(tmp_path, {"kind": "run", "run": "odd"}, *old, twice, run_line("new", command="x" * 99))
     index = text.splitlines()
-    assert index[2].endswith("fixed: 2.00 of plain") and index[1].rstrip().endswith("...")
+    assert index[2].endswith("fixed: 2.00 of plain") and index[1].rstrip().endswith("...  not finished")
     for line, name in zip(index[1:3], ("new", "old")):
         assert index[int(line.split()[0])].startswith(f"Run {name}")
     assert text.index("Run new") < text.index("Run old") < text.index("Run odd was written by another version")
@@ -158,7 +158,7 @@ def test_the_newest_run_is_first_below_a_line_for_each_and_what_there_is_is_show
 
 
 def test_the_headline_of_a_run(tmp_path):
-    """Of a test that was stopped none; of a queue that of the queue, as in its table."""
+    """Of a run that was stopped none; of a queue that of the queue, as in its table."""
     p = {"chi_square": 0.5}
     drawn = {"kind": "lossless", "test": "drawn", "p": p, "impossible": 0, "limit": 1e-4, "method": "fixed"}
     drawn |= {"dtype": "float32", "tokens": 9}
@@ -167,10 +167,11 @@ def test_the_headline_of_a_run(tmp_path):
     found = [results.headline(lines) for lines in ([drawn], [drawn, end], [drawn | {"impossible": 1}, end])]
     assert found == ["not finished", "no difference", "a difference"]
     assert results.headline([audited, end]) == "a difference"
-    texts = speed_lines({"target": 10, "fixed": 20}, batch=2)
+    texts = [*speed_lines({"target": 10, "fixed": 20}, batch=2)]
+    assert results.headline(texts) == "not finished"
     queues = [line | {"kind": "queue", "throughput": of} for line, of in zip(texts, (100.0, 150.0))]
-    assert results.headline(texts) == "fixed: 2.00 of plain"
-    assert results.headline([*texts, *queues]) == "fixed: 1.50 of plain"
+    assert results.headline([*texts, end]) == "fixed: 2.00 of plain"
+    assert results.headline([*texts, *queues, end]) == "fixed: 1.50 of plain"
 
 
 def test_the_title_has_the_flags_of_the_draft_and_the_notes_the_repeats_of_each_mode():
