@@ -60,7 +60,7 @@ class Decoding:
     acceptance: float | None = flag(number(0, 1), None, "A")
     """Accept each guess with this probability, at random, instead of comparing p and q: for models with random weights
     (random:SHAPE). The text is not the target's. The k-th child of a node in a tree is accepted with this probability
-    over k."""
+    over k. The verification rule that is named has no effect."""
     gamma1: int = flag(whole(1, 1000), 4)
     """In a cascade, how many tokens the draft guesses for the mid model in a round."""
     gamma2: int = flag(whole(1, 1000), 4)

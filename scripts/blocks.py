@@ -382,7 +382,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
         for of, run in OF_PROCESSORS.items()
     },
     **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_COPY.items()},
-    "gpu-block": partial(row_ratio, "gpu", "block", "target"),
+    "gpu-fixed": partial(row_ratio, "gpu", "fixed", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
     **{f"avx2-over-{few}": partial(row_ratio, "avx2-SmolLM2", "self", f"llama.cpp:{few}") for few in ("int8", "int4")},

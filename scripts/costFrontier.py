@@ -274,7 +274,8 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
         boxes.append(box)
         line = {"arrowstyle": "-", "color": colour, "linewidth": 0.5, "shrinkA": 0, "shrinkB": 0}
         line["relpos"] = (0 if box[0] > x else 1), 0.5  # from the end of the label that is nearer
-        axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line)
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.8}  # The frontier may pass behind a label.
+        axes.annotate(label, at, box[:2], color=colour, fontsize=8, va="center", arrowprops=line, bbox=white)
     axes.plot(*zip(*frontier), color=RED, linewidth=1.4, zorder=1)
     axes.set(xlim=(LEFT, right), ylim=(0, top), ylabel="tokens of a round")
     axes.set_xlabel("bytes read in a round, in units of a forward of the target")
