@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from decoding.model import Model
+from decoding.rows import check_vocabularies
 from decoding.verification import emitted
 from utils import UserError, not_finite
 
@@ -78,6 +79,7 @@ def perplexities(tokens: Sequence[int] | Tensor, target: Model, draft: Model | N
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
     check_context("text", len(tokens), target, draft)
+    check_vocabularies(*(model for model in (target, draft) if model is not None))
     check_tokens(torch.as_tensor(tokens), target, draft)
     log_probs = token_log_probs(torch.as_tensor(tokens), target, draft)
     return {role: exp(-values.double().mean().item()) for role, values in log_probs.items()}

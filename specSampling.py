@@ -10,7 +10,7 @@ from decoding.drafter import Drafter, Fixed, LengthRule, Observer
 from decoding.model import Model
 from decoding.rows import Callback, EndOfText, Generators, Record, Rows
 from decoding.verification import VerificationRule, drawn_with, token_rule
-from utils import Sampling, not_finite
+from utils import Sampling
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def advance(
     # Commit the accepted guesses and the token after them. Here the host waits for the device, once in the round.
     drafted, passed, noted = rows.commit(guesses.drafts, accepted, token, guesses.counts(), sure)
     if min(drafted.values()) < 0:
-        raise not_finite(drafter.models[0].name, drafter.models[0].dtype)
+        raise drafter.not_finite()
     # Learn how many tokens to guess in the next round.
     length.learn(drafted, passed, {text: bool(is_sure) for text, is_sure in noted.items()})
     return p, accepted

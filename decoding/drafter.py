@@ -14,7 +14,7 @@ from torch import Tensor
 
 from decoding.rows import Rows
 from decoding.tree import Tree, depths_of
-from utils import Sampling, UserError, upload
+from utils import Sampling, UserError, not_finite, upload
 
 if TYPE_CHECKING:
     from decoding.model import Model
@@ -96,6 +96,12 @@ class Drafter(ABC):
 
     models: Sequence[Model] = ()
     varies = False
+
+    def not_finite(self) -> UserError:
+        """The UserError for guesses that were drawn from a q of nan."""
+        if not self.models:
+            return UserError(f"the drafter {type(self).__name__} gives a q that is not finite (nan or inf)")
+        return not_finite(self.models[0].name, self.models[0].dtype)
 
     def begin(self, rows: Rows) -> None:
         """Start a new batch, or a queue of texts."""

@@ -30,6 +30,13 @@ EndOfText = int | Collection[int] | Callable[[int, int], bool] | None
 Generators: TypeAlias = Generator | Sequence[Generator] | None
 
 
+def check_vocabularies(*models: Any) -> None:
+    """Raise UserError unless all models have one vocabulary."""
+    least, *others = sorted({model.vocabulary for model in models})
+    if others:
+        raise UserError(f"the models' vocabularies of {least} and {others[0]} tokens differ: cut them to one size")
+
+
 def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Any]) -> None:
     """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more. Of a model only
     `name`, `vocabulary` and `context` are read, which `inputs.texts.ModelLimits` has too."""
@@ -169,9 +176,7 @@ class Rows:
         self.start = time.perf_counter()
         self.prompts = [list(map(int, prefix)) for prefix in prefixes]
         check_room(self.prompts, max_len, models)
-        least, *others = sorted({model.vocabulary for model in models})
-        if others:
-            raise UserError(f"the models' vocabularies of {least} and {others[0]} tokens differ: cut them to one size")
+        check_vocabularies(*models)
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback, self.in_callbacks = max_len, callback, 0.0

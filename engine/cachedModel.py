@@ -99,6 +99,8 @@ class CachedModel(Model):
         cache_of: CachedModel | None = None,
         features: Tap | CachedModel | None = None,
     ) -> None:
+        if (default := torch.get_default_device()).type != "cpu":  # Some tensors are created without a device.
+            raise UserError(f"torch's default device is {default}: call torch.set_default_device('cpu') first")
         self.model = model.eval()
         config = model.config.get_text_config(decoder=True)
         known = min(config.vocab_size, getattr(model.get_output_embeddings(), "out_features", config.vocab_size))

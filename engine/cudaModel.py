@@ -25,6 +25,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from decoding.model import Model
 from decoding.tree import Places
 from engine.cachedModel import CachedModel
+from engine.gate import RECORDS
 from engine.kvCache import SlotCache, SlotLayer
 from engine.quantised import tolerance_of
 from utils import Sampling, out_of_memory, penalised, upload
@@ -149,8 +150,7 @@ class CudaModel(CachedModel):
             raise RuntimeError(f"it has no list of {count} layers that compute what their class says")
         for module in {module for layer in layers for module in layer.modules()} - set(layers):
             for key, hook in [*module._forward_hooks.items()]:
-                # Transformers' own, of models with features: they record what nobody asks for, and cannot be traced.
-                if getattr(hook, "__name__", "") == "output_capturing_hook":
+                if getattr(hook, "__name__", "") == RECORDS:  # Nobody asks for what it records; it cannot be traced.
                     del module._forward_hooks[key]
         try:
             for layer, slots in zip(layers, self.cache.layers):

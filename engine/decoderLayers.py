@@ -304,7 +304,9 @@ class Description:
         try:
             if kinds:
                 self.config.layer_types = [kinds[i] for i in places]
-            outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=bool(tap or before))
+            with torch.autocast("cpu", enabled=False):  # The kernels do not round as it would.
+                shown = bool(tap or before)
+                outputs = self.model(input_ids=tokens, **before, use_cache=False, output_hidden_states=shown)
         finally:
             setattr(self.base, self.names.layers, layers)
             if kinds:

@@ -36,6 +36,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # of logits, relative: 1
 LENGTHS = (56, 23)  # tokens of the two rows: beyond the windows of a small twin, within its original context
 TREE = Tree((0, 0, 1, 1, 2))
 UNRELATED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id"}
+RECORDS = "output_capturing_hook"  # by which transformers returns hidden states; once registered, it stays
 BLOCKS, BRANCHES, PREFIX = "blocks", "a tree", "a prefix"  # what was compared
 
 Wrap: TypeAlias = "Callable[[PreTrainedModel], Model]"  # a model as the samplers see it, without asking the gate
@@ -102,7 +103,8 @@ def digest_of_code(wrap: Wrap) -> str:
 def trees_of(model: PreTrainedModel, config: PretrainedConfig, wrap: Wrap, tolerance: float) -> bool:
     """Whether this model reads trees of guesses, too. Raises UserError if it is not decoded correctly."""
     try:
-        errors = errors_of(model, wrap)
+        with torch.autocast(model.device.type, enabled=False):  # It would round the products of a float32 model.
+            errors = errors_of(model, wrap)
     except Exception as error:  # A model that does not support such a cache can raise nearly anything.
         words = " ".join(f"{type(error).__name__}: {error}".split())
         reason = known_reason(config, type(model)) or f"it does not run with a KV cache of slots ({words[:160]})"
@@ -229,9 +231,9 @@ def has_other_parts(model: nn.Module, own: Parts) -> bool:
 
 def is_altered(model: nn.Module) -> bool:
     """Whether hooks or replaced forwards, of a module or of its class, change the computation. Those of accelerate do
-    not: they move layers between devices."""
+    not: they move layers between devices. Nor do those by which transformers records hidden states."""
     return any(
-        module._forward_hooks
+        any(getattr(hook, "__name__", "") != RECORDS for hook in module._forward_hooks.values())
         or module._forward_pre_hooks
         or ("forward" in vars(module) and not hasattr(module, "_hf_hook"))
         or has_other_forward(type(module))

@@ -147,7 +147,7 @@ def load_head(folder: Path, target: CachedModel, version: str | None = None) -> 
         raise UserError(
             f"{folder} is not a head for {target.name}: {reason}; train one, or name another folder"
         ) from None
-    network.to(target.device).requires_grad_(False)
-    for weight in network.parameters():  # The rotary embeddings stay in float32.
-        weight.data = weight.data.to(target.dtype)
+    for name, weight in network.to(target.device).named_parameters():  # The rotary embeddings stay in float32.
+        if not name.startswith(OF_TARGET):  # The others are the target's own.
+            weight.requires_grad_(False).data = weight.data.to(target.dtype)
     return HeadModel(network, target, folder.name)

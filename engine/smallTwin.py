@@ -59,7 +59,7 @@ def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrai
     if count > WEIGHTS:
         raise ValueError(f"its twin has {count} weights")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the generators of GPUs, too.
         model = kind._from_config(small, dtype=torch.float32).eval()
         for weight in model.parameters():  # So large that a token which is read by mistake changes the logits.
             noise = torch.randn_like(weight)

@@ -13,7 +13,7 @@ from decoding.model import Model
 from decoding.rows import Rows
 from decoding.tree import Places
 from decoding.verification import Rule
-from utils import Sampling
+from utils import Sampling, UserError
 
 
 class Contrast(Model):
@@ -39,6 +39,8 @@ class Contrast(Model):
     ) -> Tensor:
         """Both models read the block into their caches. An amateur that also guesses has read most of it before, and
         writes the same values again."""
+        if places is not None:
+            raise UserError(f"{self.name} does not read trees of guesses; guess chains")
         device = self.amateur.device
         amateur = self.amateur.forward(tokens.to(device), positions.to(device))
         return self.scores(self.expert.forward(tokens, positions), amateur)

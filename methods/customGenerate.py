@@ -8,6 +8,7 @@ what `generate` prepared, and raises a ValueError that names settings that specu
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -143,7 +144,7 @@ class speculative:  # called like a function, as `torch.no_grad` is
                 target=target,
                 drafter=self.drafter(target),
                 max_len=stop.max_length - input_ids.shape[1],
-                gamma=self.gamma,
+                gamma=copy.copy(self.gamma),  # Each call has its own rows. What a rule has learnt is shared.
                 sampling=sampling,
                 end_of_text=stop.ends,
                 callback=None if streamer is None else stream,

@@ -16,7 +16,7 @@ from decoding.treeRules import TreeRule, top_down_rule, traversal_rule
 from decoding.verification import VerificationRule, block_rule, token_rule
 from methods.drafters import ModelDrafter
 from specSampling import advance
-from utils import Sampling, UserError, not_finite
+from utils import Sampling, UserError
 
 # What a rule for trees is on a chain.
 ON_CHAINS: dict[TreeRule, VerificationRule] = {traversal_rule: block_rule, top_down_rule: token_rule}
@@ -109,7 +109,7 @@ def advance_tree(
     drafts = guesses.drafts.gather(1, (path - 1).clamp(min=0))
     drafted, _, last = rows.commit(drafts, accepted, token, guesses.counts(), path.amax(1))
     if min(drafted.values()) < 0:
-        raise not_finite(drafter.models[0].name, drafter.models[0].dtype)
+        raise drafter.not_finite()
     # Learn which shape to guess in the next round. The last accepted node tells the path.
     rule.learn(drafted, last, {})
 

@@ -221,7 +221,7 @@ class Chat:
 
     def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
         """Decode an answer, until Ctrl-C at most. Where the context is too short for the conversation, its oldest
-        questions and answers are left out."""
+        questions and answers are left out. It stays as it is if the last question alone is too long."""
         encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.inputs.settings.models.target)
 
         def length(prompt: list[int]) -> int:
@@ -229,10 +229,13 @@ class Chat:
             translation = self.inputs.translation
             return max(len(prompt), len(translation.row(prompt)) if translation else 0)
 
-        while (read := length(prompt := encode(self.questions, self.answers))) + self.max_len > self.context:
-            if not self.answers:
+        for left_out in range(len(self.answers) + 1):
+            questions, answers = self.questions[left_out:], self.answers[left_out:]
+            if (read := length(prompt := encode(questions, answers))) + self.max_len <= self.context:
+                if left_out:
+                    print(f"The context is full. Oldest questions left out: {left_out}", file=sys.stderr)
+                self.questions, self.answers = questions, answers
                 break
-            del self.questions[0], self.answers[0]
         count, pieces = itertools.count(1), Pieces(self.tokenizer)
 
         def show(round: Round) -> None:

@@ -32,6 +32,7 @@ from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
 from methods.otherTokenizer import GROWTH
 from methods.samplers import Decoding
+from PPL import perplexities
 from regrSampling import regrSampling
 from report import figures
 from specSampling import specSampling
@@ -189,6 +190,8 @@ def test_what_cannot_work_is_refused_before_work():
             call()
     with refused("vocabularies of 60 and 61 tokens differ"):
         specSampling([[1]], target, ModelDrafter(helpers.tiny(seed=1, vocabulary=60)), 9)
+    with refused("vocabularies of 60 and 61 tokens differ"):
+        perplexities([1, 2], target, helpers.tiny(seed=1, vocabulary=60))
     short = ModelDrafter(helpers.tiny(seed=1, context=64))
     with refused("gpt_neox-1"):
         specSampling([[1] * 30], target, short, 40)

@@ -421,7 +421,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     """Each prompt is read as if nothing was remembered, though a random answer is another one in other tokens.
     Planted: the models claim to have read it before."""
     (model_folder / "chat_template.jinja").write_text(CHAT)
-    read, turns, prefill, claims = [], [], CachedModel.prefill, []
+    read, turns, asked, prefill, claims = [], [], [], CachedModel.prefill, []
 
     def spied(model, rows):
         prompt = rows.prompts[0]
@@ -436,6 +436,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
         return logits
 
     def encode(questions, answers, tokenizer, model):
+        asked.append(list(questions))
         written = [rows.tokens[0] for rows in turns[len(turns) - len(answers) :]]
         parts = [encode_chat([question], [], tokenizer, model) for question in questions]
         return [
@@ -458,7 +459,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
         flags_of_chat = f"--chat --temperature 0 --maxLen 24 {words.replace('HEAD', str(head_folder))}"
         run(flags_of_chat, "--target", model_folder, base=prompted(flags))
         out, err = capsys.readouterr()
-        assert err.count("exceed the context") == 1
+        assert err.count("exceed the context") == 1 and ["a lamp?", "wait"] in asked  # It forgets nothing then.
         return out.removesuffix("\n").split("\n")
 
     kept = answers(room=4096)

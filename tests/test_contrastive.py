@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from conftest import refused
 from outcomes import largest_error, small
 from test_specSampling import PROMPTS, near
 
 from decoding.verification import block_rule, token_rule
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
+from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
 from utils import GREEDY, Sampling
@@ -33,6 +35,11 @@ def test_the_token_with_the_largest_difference_of_logarithms_wins(pair, plausibi
     assert tokens == [by_definition(prompt, *pair, 25, plausibility, temperature) for prompt in PROMPTS]
     greedy = regrSampling(PROMPTS, pair[0], 25, GREEDY)[0]
     assert (tokens == greedy) == (plausibility == 1.0)  # only the expert's favourite is left
+
+
+def test_trees_of_guesses_are_refused(pair):
+    with refused("does not read trees of guesses"):
+        treeSampling(PROMPTS, Contrast(*pair), TreeDrafter(pair[1]), 25)
 
 
 @pytest.mark.parametrize("gamma", [1, 4, 7])

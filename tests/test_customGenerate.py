@@ -39,7 +39,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from decoding.lengthRules import DraftConfidence
+from decoding.lengthRules import Additive, DraftConfidence
 from decoding.verification import RULES
 from engine.cachedModel import CachedModel
 from engine.copies import Copies
@@ -236,17 +236,19 @@ def counted(monkeypatch):
 
 
 @pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_no_model_is_changed_and_a_copy_is_made_once(family, monkeypatch):
+def test_no_model_is_changed_and_a_copy_is_made_once(family, monkeypatch, tmp_path):
     models = model, guesser = tiny(family, seed=7), tiny(family, seed=1)
+    save_head(network_for(CachedModel(tiny(family, seed=7))), tmp_path, "a version", {})
     made, alone = counted(monkeypatch), greedy(model).tolist()
 
     def states():
         configs = [(repr(each.config), repr(each.generation_config), set(vars(each))) for each in models]
-        return configs, [id(weight) for each in models for weight in each.parameters()]
+        return configs, [(id(x), x.requires_grad, x.dtype) for each in models for x in each.parameters()]
 
     before = states()
     model.train()
-    for custom in speculative(guesser), speculative(), *(speculative(bits=b, verify="block") for b in (4, 6, 6)):
+    copies = [speculative(), *(speculative(bits=b, verify="block") for b in (4, 6, 6))]
+    for custom in (speculative(guesser), speculative(tmp_path), *copies):
         for rows in ROWS, ROWS[1:2]:
             records = equal(model, custom, rows=rows).records
             assert custom.draft or max(record.alpha for record in records) > 0.5
@@ -300,11 +302,12 @@ def test_a_module_of_the_users_may_keep_anything_and_is_followed(draft):
         equal(model, custom)
 
 
-def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
-    custom = speculative(draft)
+@pytest.mark.parametrize("gamma", [4, Additive(4)])
+def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft, gamma):
+    custom, batches = speculative(draft, gamma), [ROWS[:1], ROWS, ROWS[1:2], ROWS]
     with ThreadPoolExecutor() as pool:
-        texts = list(pool.map(lambda row: greedy(target, custom, rows=[row], max_new_tokens=30).tolist(), ROWS))
-    assert texts == [greedy(target, rows=[row], max_new_tokens=30).tolist() for row in ROWS]
+        texts = list(pool.map(lambda rows: greedy(target, custom, rows=rows, max_new_tokens=30).tolist(), batches))
+    assert texts == [greedy(target, rows=rows, max_new_tokens=30).tolist() for rows in batches]
 
 
 def test_a_call_from_another_thread_than_that_of_generate_is_refused(target, draft):

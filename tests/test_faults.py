@@ -16,6 +16,7 @@ import torch
 from conftest import CONTEXT, END_OF_TEXT, ROOT, WRITING, of_kind, one_line, prompted, refused
 from localHub import Repository
 
+from decoding.drafter import Drafter, Guesses
 from decoding.verification import RULES
 from engine.cachedModel import CachedModel
 from inputs.commandLine import as_command
@@ -173,6 +174,13 @@ def test_whatever_says_that_memory_is_full_is_one_line(capsys):
         one_line(capsys, "out of memory")
 
 
+class Unsure(Drafter):
+    """It has no model, and its q is nan."""
+
+    def draft(self, rows, gammas, sampling, length=None):
+        return Guesses(rows.last(1)[0], torch.full((rows.size, 1, 61), torch.nan))
+
+
 @pytest.mark.parametrize("rule, sampling", zip([*RULES, *RULES], [GREEDY, Sampling(), Sampling(1.0, 5, 1.0)]))
 def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, rule):
     """In the middle of a text, whichever model it is, and whoever reads for whom."""
@@ -197,6 +205,8 @@ def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, r
         with refused("the broken one", "not finite in float32 (nan or inf)"):
             call()
         assert seen and max(seen) < good.vocabulary  # some text came before it, and no token that is none
+    with refused("the drafter Unsure gives a q that is not finite"):
+        speculative(good, Unsure())
     good.model.lm_head.weight.data[7] = float("inf")  # in the output layer alone: nothing but this logit is wrong
     with refused("gpt_neox-1", "not finite"):
         decode(regrSampling, good)

@@ -158,6 +158,25 @@ def test_a_model_that_computes_a_block_otherwise_is_seen(flawed):
     assert gate.errors_of(windowed(), flawed)[gate.BLOCKS] > 1e-2
 
 
+def test_what_the_user_has_switched_on_does_not_matter(stored, monkeypatch):
+    """Hidden states, which leave hooks of transformers; autocast, in which the twin's products would be rounded; and a
+    seed: a GPU's generators are not seeded."""
+    model = windowed()
+    model(input_ids=torch.tensor([[5, 9]]), output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules()) and not gate.is_altered(model)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("all GPUs are seeded"))
+    torch.default_generator.manual_seed(7)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        CachedModel(model)
+    assert torch.default_generator.initial_seed() == 7 and list(stored.iterdir())
+
+
+def test_another_default_device_is_refused():
+    model = windowed()
+    with torch.device("meta"), refused("default device is meta", "torch.set_default_device('cpu')"):
+        CachedModel(model)
+
+
 def test_what_a_hook_does_with_the_end_of_a_block_is_refused_and_what_it_does_with_each_token_is_not():
     model = helpers.tiny(seed=31).model
     hook = model.gpt_neox.layers[1].register_forward_hook(lambda module, given, output: output + torch.arange(32) / 9)
