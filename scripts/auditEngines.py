@@ -246,7 +246,8 @@ def engines_table(records: Records, field: str = "cells") -> str:
     about = record[ABOUT[field]] if field in ABOUT else record
     for cell in record[field]:
         rows[cell["seed"], list(METHODS).index(cell["method"])][cell["setting"]] = cell
-    settings = list(dict.fromkeys(cell["setting"] for cell in record[field]))
+    found = {cell["setting"] for cell in record[field]}
+    settings = sorted(found, key=lambda name: (name == "greedy", list(SETTINGS).index(name)))
     table = Table("", ["", "version", *settings, "the target's text?"])
     for seed, number in sorted(rows):
         cells, method = rows[seed, number], CATALOGUE[number]
