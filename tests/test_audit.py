@@ -233,7 +233,7 @@ def written(pair_folder, tmp_path_factory):
     for name, role, how in ("target", "target", sampling), ("draft", "draft", sampling), ("greedy", "target", GREEDY):
         model = load_model(pair_folder / role, tokenizer, "float32", "cpu")
         generator = torch.Generator().manual_seed(0)
-        texts = ragged(regrSampling(prompts, model, 40, how, generator=generator)[0])
+        texts = ragged(regrSampling(prompts, model, 20, how, generator=generator)[0])
         write_texts(folder / name, zip(prompts, texts))
     return folder
 
@@ -298,7 +298,7 @@ def test_the_caches_of_guesses_along_texts_are_counted(audit, written, tmp_path,
     monkeypatch.setattr(CachedModel, "reserve", lambda self, *shape: taken.append(shape) or reserve(self, *shape))
     (tmp_path / "few").write_text("".join((written / "target").read_text().splitlines(True)[:4]))
     audit(tmp_path / "few", f"--temperature 0.7 --writtenIn float32 {flags}")
-    length = 3 + 40  # of the longest prompt and text
+    length = 3 + 20  # of the longest prompt and text
     assert taken == [(rows, length)] * len(taken) and taken
     assert counted == [(rows * length, [], 2 * 2 * 32 * 4 * rows * length)]  # keys and values, layers, width, bytes
 

@@ -41,12 +41,11 @@ from utils import GREEDY, Sampling
 FREE = Sampling(1.0, 0, 1.0)
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("shares", [False, True])
-def test_a_call_within_another_one_of_the_same_model_ends_the_outer_one(shares, compiles, kernels):
+@pytest.mark.parametrize("kind", ["eager", "compiled", "shared"])
+def test_a_call_within_another_one_of_the_same_model_ends_the_outer_one(kind, kernels):
     """The KV cache has other tokens then. After the last token nothing is read any more."""
-    target = compiled(helpers.tiny()) if compiles else helpers.tiny()
-    inner = helpers.rounded_copy(target, 8) if shares and not compiles else target
+    target = compiled(helpers.tiny()) if kind == "compiled" else helpers.tiny()
+    inner = helpers.rounded_copy(target, 8) if kind == "shared" else target
     alone, calls = regrSampling([[1, 2, 3]], target, 12, GREEDY)[0], []
 
     def callback(number, tokens, guessed):
@@ -89,7 +88,7 @@ def test_a_call_of_another_thread_is_refused_until_this_one_ends_or_breaks_off(b
 
 
 ENDS = {3, 17, 40}  # Tokens that end a text: texts have many lengths.
-TEXTS = 12
+TEXTS = 8
 PROMPTS = [[(7 * i + j) % 60 for j in range(1 + 5 * i % 9)] for i in range(TEXTS)]
 
 
@@ -294,16 +293,11 @@ def test_a_run_in_batches_can_be_repeated(run, runs, capsys):
     assert "all 24 texts are the same" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    {
-        "--batch 3 --speed": "--batch 3 needs at least 3 prompts, and there are 2; raise --sentences",
-        "--batch 3 --speed --prompt a": "there are 1; give more, or a smaller --batch",
-    }.items(),
-)
-def test_a_batch_of_more_rows_than_prompts_is_refused(run, flags, capsys, arguments, word):
-    assert run(arguments, base=prompted(flags) if "--prompt" in arguments else flags, code=2) == []
-    one_line(capsys, word)
+def test_a_batch_of_more_rows_than_prompts_is_refused(run, flags, capsys):
+    assert run("--batch 3 --speed", code=2) == []
+    one_line(capsys, "--batch 3 needs at least 3 prompts, and there are 2; raise --sentences")
+    assert run("--batch 3 --speed --prompt a", base=prompted(flags), code=2) == []
+    one_line(capsys, "there are 1; give more, or a smaller --batch")
 
 
 # Memory.

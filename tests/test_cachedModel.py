@@ -12,9 +12,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from decoding.drafter import Fixed
 from decoding.rows import Rows
-from decoding.tree import Places
 from engine import kvCache
-from engine.cachedModel import CachedModel, UncachedModel
+from engine.cachedModel import CachedModel
 from engine.cudaModel import CudaModel, layer_forward
 from methods.cascade import CascadeDrafter, InnerRows
 from methods.drafters import ModelDrafter
@@ -117,49 +116,6 @@ def test_a_drafter_that_forgets_how_far_it_is_behind_is_caught(monkeypatch, draf
         for seed in range(100):
             with monkeypatch.context() as patch:
                 loop(patch, seed)
-
-
-RAGGED = [[5, 9, 2], [7], [1, 2, 3, 4, 5, 6]]
-ROUNDS = [([[7, 8, 9], [1, 1, 1], [3, 0, 3]], [3, 0, 1]), ([[4], [5], [6]], [1, 1, 0]), ([[2, 2]] * 3, [2, 2, 2])]
-
-
-class Forgetful(UncachedModel):
-    """A planted mistake: the first row's tokens are not kept."""
-
-    def forward(self, tokens, positions, places=None, keep=None):
-        before = self.text.clone()
-        logits = super().forward(tokens, positions, places, keep)
-        self.text[0] = before[0]
-        return logits
-
-
-@pytest.mark.parametrize("kind, family", [(UncachedModel, "gpt_neox"), (UncachedModel, "opt"), (Forgetful, "gpt_neox")])
-def test_without_a_kv_cache_each_forward_reads_the_whole_text(kind, family):
-    """Ragged prompts, then blocks of which each row keeps a part."""
-    model, texts, same = kind(helpers.tiny(family)), [list(prompt) for prompt in RAGGED], []
-    longest = max(map(len, texts))
-    model.reserve(3, 96)
-    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-    model.forward(padded, torch.arange(longest).repeat(3, 1))
-    for block, kept in ROUNDS:
-        positions = torch.tensor([len(text) for text in texts])[:, None] + torch.arange(len(block[0]))
-        for row, logits in enumerate(model.forward(torch.tensor(block), positions)):
-            wanted = model.score(torch.tensor([texts[row] + block[row]]))[0, len(texts[row]) :]
-            same.append(torch.allclose(logits, wanted, atol=1e-4, rtol=1e-4))
-            texts[row] += block[row][: kept[row]]
-    assert all(same) == (kind is UncachedModel)
-    places = Places(torch.tensor([[0]]), torch.tensor([[0]]), torch.tensor([0]), torch.tensor([1]))
-    with pytest.raises(TypeError, match="reads no tree"):
-        UncachedModel(helpers.tiny(family)).forward(torch.tensor([[1]]), torch.tensor([[0]]), places)
-
-
-@pytest.mark.parametrize("kind", [lambda model: model, UncachedModel])
-def test_kept_logits_are_those_of_the_named_tokens(kind):
-    model = kind(helpers.tiny())
-    model.reserve(3, 32)
-    tokens, positions = torch.randint(0, 61, (3, 7)), torch.arange(7).repeat(3, 1)
-    whole, keep = model.forward(tokens, positions), torch.tensor([6, 2])
-    torch.testing.assert_close(model.forward(tokens, positions, keep=keep), whole[:, keep])
 
 
 @pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-4), (torch.bfloat16, 0.05), (torch.float16, 0.05)])

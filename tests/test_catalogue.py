@@ -12,6 +12,7 @@ from test_specSampling import PROMPTS, near
 
 from decoding.drafter import Fixed, Guesses
 from decoding.lengthRules import Additive, CostAware, DraftConfidence, TargetConfidence
+from decoding.tree import Places, Tree
 from decoding.verification import block_rule, token_rule
 from engine.cachedModel import UncachedModel
 from methods import cascade as cascades
@@ -79,13 +80,19 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_greedy_rows_equal_plain_greedy(name):
-    make, count, gamma, verify = METHODS[name]
+@pytest.fixture(scope="module")
+def greedy():
+    """A target, and its greedy texts."""
     target = helpers.tiny()
+    return target, regrSampling(PROMPTS, target, 24, GREEDY)[0]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_greedy_rows_equal_plain_greedy(name, greedy):
+    (make, count, gamma, verify), (target, wanted) = METHODS[name], greedy
     smaller = [near(target, noise=0.08 * (i + 1), seed=i) for i in range(count)]
     spec, records = specSampling(PROMPTS, target, make(*smaller), 24, copy.deepcopy(gamma), GREEDY, verify=verify)
-    assert spec == regrSampling(PROMPTS, target, 24, GREEDY)[0]
+    assert spec == wanted
     accepted = {a for r in records for a in r.accepted[1:]}
     assert max(accepted) >= (2 if "lookup" not in name else 0)
 
@@ -108,16 +115,30 @@ def test_texts_have_the_targets_probabilities(name):
     assert error(*METHODS[name], prefixes=[[1, 2, 0, 1, 2]], vocabulary=tokens_for(name)) < 1e-6
 
 
-@pytest.mark.parametrize("verify, least, most", [(token_rule, 0, 1e-6), (always_accept, 1e-2, 2)])
-def test_so_they_have_without_a_kv_cache(verify, least, most):
+class Forgetful(UncachedModel):
+    """A planted mistake: of every other row the tokens are not kept."""
+
+    def forward(self, *given, **named):
+        logits = super().forward(*given, **named)
+        self.text[::2] = 0
+        return logits
+
+
+@pytest.mark.parametrize(
+    "kind, verify, least, most",
+    [(UncachedModel, token_rule, 0, 1e-6), (UncachedModel, always_accept, 1e-2, 2), (Forgetful, token_rule, 1e-3, 2)],
+)
+def test_so_they_have_without_a_kv_cache(kind, verify, least, most):
     """The very loops of the other methods, with models that read the whole text in each forward."""
-    target, draft = map(UncachedModel, small(2, 3))
+    target, draft = map(kind, small(2, 3))
 
     def speculative(prefixes):
         return specSampling(prefixes, target, ModelDrafter(draft), 3, 3, FREE, verify=verify)[0]
 
     assert least <= largest_error(speculative, target.model, 3) < most
-    if verify is token_rule:
+    if not least:
+        with pytest.raises(TypeError, match="reads no tree"):
+            target.forward(torch.tensor([[1]]), torch.tensor([[0]]), Places.at(torch.tensor([0]), Tree.of("1")))
         assert largest_error(lambda prefixes: regrSampling(prefixes, target, 3, FREE)[0], target.model, 3) < most
 
 
@@ -152,7 +173,7 @@ def test_filters_and_penalties_reach_every_model_of_a_cascade():
 )
 def test_a_planted_mistake_in_a_rule_is_caught(name, mistake, options):
     make, count, gamma, _ = (METHODS | FEW)[name]
-    options = {"length": 3, "vocabulary": tokens_for(name)} | options
+    options = {"length": 3, "vocabulary": tokens_for(name), "prefixes": [[1, 2, 0, 1, 2]]} | options
     assert error(make, count, gamma, mistake, **options) > (1e-3 if name == "block" else 1e-2)
 
 

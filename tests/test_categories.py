@@ -111,12 +111,10 @@ def test_turns_without_a_chat_template_are_paragraphs_after_the_answers(pair_fol
     assert texts == ["One.", "One.a\n\nTwo.", "One.a\n\nTwo.b\n\nThree."]
 
 
-@pytest.mark.parametrize("chat", [False, True])
 def test_every_method_continues_the_same_turns_after_the_targets_answers(
-    run, flags, model_folder, figure_files, tmp_path, chat
+    run, flags, model_folder, figure_files, tmp_path
 ):
-    if chat:
-        (model_folder / "chat_template.jinja").write_text(CHAT)
+    (model_folder / "chat_template.jinja").write_text(CHAT)
     words = "--compare block,lookup --maxLen 9 --dtype float32 --temperature 0 --target", model_folder, "--prompts"
     timed = of_kind(run(*words, written(tmp_path, *STORY), base=prompted(flags)))
     labels = {(m["prompt"], m["question"], m["category"]) for m in timed}
@@ -134,8 +132,7 @@ def test_every_method_continues_the_same_turns_after_the_targets_answers(
     answer = model.generate(first, max_new_tokens=9, do_sample=False)[0, first.shape[1] :]
     second = encode_turn(question, [tokenizer.decode(answer, skip_special_tokens=True)], tokenizer, "m")
     assert {m["input"] for m in timed if m["prompt"] == 1} == {digest(second)}
-    if chat:
-        run("--rerun 1", base=[])  # The answers are the same again.
+    run("--rerun 1", base=[])  # The answers are the same again.
     text = (tmp_path / "results.txt").read_text()
     assert "Speed by category" in text and OVERALL.split()[0] in text
     assert f"Figure: figures/categories-{timed[0]['run']}.png" in text

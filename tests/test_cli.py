@@ -3,10 +3,10 @@
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import helpers
@@ -14,7 +14,7 @@ import pytest
 import test_headRuns
 import tokenizerKinds
 import torch
-from conftest import CONTEXT, PADDED, ROOT, WRITING, lines_of, of_kind, one_line, prompted, with_ctrl_c
+from conftest import CONTEXT, PADDED, WRITING, lines_of, of_kind, one_line, prompted
 from localHub import Repository
 
 from engine.cachedModel import CachedModel
@@ -66,15 +66,11 @@ def test_a_wrong_flag_is_one_line_and_nothing_is_written(run, tmp_path, capsys, 
     assert "Traceback" not in one_line(capsys).out and os.listdir(tmp_path) == []
 
 
+BOTH, SPEED, PPL = ["speed", "ppl"], ["speed"], ["ppl"]
+
+
 @pytest.mark.parametrize(
-    "mode, measured",
-    [
-        ("", ["speed", "ppl"]),
-        ("--speed 1", ["speed"]),
-        ("--ppl", ["ppl"]),
-        ("--speed 0", ["ppl"]),
-        ("--ppl 0", ["speed"]),
-    ],
+    "mode, measured", [("", BOTH), ("--speed 1", SPEED), ("--ppl", PPL), ("--speed 0", PPL), ("--ppl 0", SPEED)]
 )
 def test_each_mode_writes_its_kinds_of_lines(run, flags, tmp_path, capsys, mode, measured):
     first, *middle, last = run(mode, base=flags if "speed" in measured else prompted(flags, *WRITING))
@@ -111,9 +107,8 @@ def test_a_run_records_what_it_was_made_with_and_continues_a_prompt_without_any_
     "options, most",
     [
         ("--maxLen 1", 1),
-        ("--maxLen 2 --gamma 50", 2),
+        ("--maxLen 2 --gamma 50 --repetition_penalty 1.3 --temperature 1e-4", 2),
         ("--promptLen 1 --top_k 1 --top_p 1 --gamma 50", 8),
-        ("--repetition_penalty 1.3 --temperature 1e-4", 8),
         (f"--sentences {10**9} --gamma 1000 --seed {2**62 - 1} --top_k {10**9}", 8),
         ("--draftLength costAware --gamma 1000 --temperature 1000 --repetition_penalty 100", 8),
         (f"--promptLen {10**9} --draft lookup --ngram {10**9} --top_p 1e-300", 8),
@@ -165,26 +160,31 @@ def test_without_models_named_it_says_which_are_measured(run, cli, flags, pair_f
     assert not one_line(capsys, "nowhere: No such file").out
 
 
-def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(flags, pair_folder, tmp_path):
-    """In a process of its own, from another folder, with paths relative to that."""
-    paths = ["--target", "target", "--draft", "draft", "--out", str(tmp_path)]
-    process = subprocess.Popen(
-        [sys.executable, str(ROOT / "test.py"), *flags, *paths, "--speed", "--repeats", "100000"],
-        cwd=pair_folder,
-        text=True,
-        preexec_fn=with_ctrl_c,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    helpers.wait_for(lambda: len(lines_of(tmp_path)) > 4 or process.poll() is not None)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and err == "\nInterrupted. What was measured is kept in results.jsonl.\n"
-    text = (tmp_path / "results.txt").read_text()
-    for shown in out, text:
+def from_another_folder(cli, words, folder, out, err):
+    """Runs test.py as a process that Ctrl-C interrupts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.stdout, sys.stderr = out.open("w", buffering=1), err.open("w", buffering=1)
+    sys.exit(cli.main(words))
+
+
+def test_ctrl_c_shows_and_keeps_what_was_measured_wherever_it_was_started(cli, flags, pair_folder, tmp_path):
+    """In a fork of this process, from another folder, with paths relative to that."""
+    (folder := tmp_path / "folder").mkdir()
+    words = [*flags, "--target", "target", "--draft", "draft", "--speed", "--repeats", "100000", "--out", str(folder)]
+    logs = out, err = tmp_path / "out", tmp_path / "err"
+    work = {"target": from_another_folder, "args": (cli, words, pair_folder, *logs), "daemon": True}
+    (process := multiprocessing.get_context("fork").Process(**work)).start()
+    helpers.wait_for(lambda: len(lines_of(folder)) > 4 or not process.is_alive())
+    os.kill(process.pid, signal.SIGINT)
+    process.join(60)
+    assert process.exitcode == 130
+    assert err.read_text() == "\nInterrupted. What was measured is kept in results.jsonl.\n"
+    for shown in out.read_text(), (folder / "results.txt").read_text():
         assert ", not finished" in shown and "target alone" in shown
-    assert f"\nWritten to {tmp_path}/results.txt " in out
-    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
+    assert f"\nWritten to {folder}/results.txt " in out.read_text()
+    assert sorted(os.listdir(folder)) == ["results.jsonl", "results.txt"]
 
 
 def test_prompt_lengths_are_timed_apart_and_one_that_no_text_has_is_the_longest_there_is(run, tmp_path):
@@ -215,11 +215,10 @@ def test_a_hub_id_is_downloaded_on_first_use(run, pair_folder, hub, tmp_path, ca
     assert record["models"]["target"]["version"] == hub.models["some/target"].commit
 
 
-@pytest.mark.parametrize("rule", ["costAware", "block"])
-def test_a_rule_can_be_chosen_and_is_named_in_the_table(run, tmp_path, rule):
-    options = f"{'verification' if rule == 'block' else 'draftLength'} {rule}"
-    run(f"--speed --{options}")
-    assert f"{options}," in (tmp_path / "results.txt").read_text().replace("\n", " ")
+def test_rules_can_be_chosen_and_are_named_in_the_table(run, tmp_path):
+    run("--speed --draftLength costAware --verification block")
+    text = (tmp_path / "results.txt").read_text().replace("\n", " ")
+    assert "draftLength costAware," in text and "verification block," in text
 
 
 def test_greedy_speculative_tokens_are_the_targets_whatever_the_draft_guesses(run, tmp_path):
@@ -352,7 +351,7 @@ def test_every_timed_text_has_all_tokens_whatever_ends_a_text(run, model_folder,
 @pytest.mark.parametrize("draft", ["--draft lookup", "--draftVocab 40 --lookupFirst", "--acceptance 0.5"])
 def test_a_sweep_has_the_costs_and_the_guesses_of_its_own_drafter(run, monkeypatch, draft):
     monkeypatch.setattr(sweep, "GAMMAS", range(1, 3))
-    lines = run(f"--sweep --maxLen 40 --sentences 1 --repeats 1 {draft}")
+    lines = run(f"--sweep --maxLen 16 --sentences 1 --repeats 1 {draft}")
     (costs,) = of_kind(lines, "costs")
     assert (costs["drafting"] > 0) == (draft != "--draft lookup")
     if "acceptance" in draft:
@@ -414,7 +413,7 @@ def chat(run, flags, model_folder, tmp_path):
     return play
 
 
-@pytest.mark.parametrize("words", ["--compile --lookupFirst", "--draft head --head HEAD"])
+@pytest.mark.parametrize("words", ["--compile --lookupFirst --maxLen 24", "--draft head --head HEAD --maxLen 12"])
 def test_a_chat_answers_each_line_and_reads_only_what_is_new(
     run, flags, model_folder, head_folder, monkeypatch, capsys, words
 ):
@@ -456,7 +455,7 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8"))
         read.clear()
         turns.clear()
-        flags_of_chat = f"--chat --temperature 0 --maxLen 24 {words.replace('HEAD', str(head_folder))}"
+        flags_of_chat = f"--chat --temperature 0 {words.replace('HEAD', str(head_folder))}"
         run(flags_of_chat, "--target", model_folder, base=prompted(flags))
         out, err = capsys.readouterr()
         assert err.count("exceed the context") == 1 and ["a lamp?", "wait"] in asked  # It forgets nothing then.

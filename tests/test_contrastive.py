@@ -31,9 +31,9 @@ def by_definition(prefix, expert, amateur, length, plausibility, temperature):
 
 @pytest.mark.parametrize("plausibility, temperature", [(0.1, 1.0), (0.5, 1.0), (0.1, 2.5), (1.0, 1.0), (0.0, 0.5)])
 def test_the_token_with_the_largest_difference_of_logarithms_wins(pair, plausibility, temperature):
-    tokens = regrSampling(PROMPTS, Contrast(*pair, plausibility, temperature), 25, GREEDY)[0]
-    assert tokens == [by_definition(prompt, *pair, 25, plausibility, temperature) for prompt in PROMPTS]
-    greedy = regrSampling(PROMPTS, pair[0], 25, GREEDY)[0]
+    tokens = regrSampling(PROMPTS, Contrast(*pair, plausibility, temperature), 12, GREEDY)[0]
+    assert tokens == [by_definition(prompt, *pair, 12, plausibility, temperature) for prompt in PROMPTS]
+    greedy = regrSampling(PROMPTS, pair[0], 12, GREEDY)[0]
     assert (tokens == greedy) == (plausibility == 1.0)  # only the expert's favourite is left
 
 
@@ -42,14 +42,14 @@ def test_trees_of_guesses_are_refused(pair):
         treeSampling(PROMPTS, Contrast(*pair), TreeDrafter(pair[1]), 25)
 
 
-@pytest.mark.parametrize("gamma", [1, 4, 7])
-def test_the_speculative_form_writes_the_same_text(pair, gamma):
-    expert, amateur = pair[0], near(pair[0], noise=0.1)
-    contrast = Contrast(expert, amateur)
-    tokens, records = specSampling(PROMPTS, contrast, ModelDrafter(amateur), 60, gamma, GREEDY)
-    assert tokens == regrSampling(PROMPTS, contrast, 60, GREEDY)[0]
-    assert max(a for r in records for a in r.accepted) >= 1
-    assert sum(len(r.committed) for r in records) < 60 * len(PROMPTS)
+def test_the_speculative_form_writes_the_same_text(pair):
+    amateur = near(pair[0], noise=0.1)
+    contrast = Contrast(pair[0], amateur)
+    wanted = regrSampling(PROMPTS, contrast, 30, GREEDY)[0]
+    for gamma in 1, 4, 7:
+        tokens, records = specSampling(PROMPTS, contrast, ModelDrafter(amateur), 30, gamma, GREEDY)
+        assert tokens == wanted and max(a for r in records for a in r.accepted) >= 1
+        assert sum(len(r.committed) for r in records) < 30 * len(PROMPTS)
 
 
 def error(gamma=2, length=4, verify=token_rule, expert_alone=False):
@@ -66,12 +66,9 @@ def error(gamma=2, length=4, verify=token_rule, expert_alone=False):
 
 @pytest.mark.parametrize("verify", [token_rule, block_rule])
 def test_the_speculative_form_is_distributed_as_the_plain_one(verify):
+    """The planted mistake: it verifies against the expert alone, as plain speculative decoding does."""
     assert error(verify=verify) < 1e-6
-
-
-def test_verifying_against_the_expert_alone_is_caught():
-    """As plain speculative decoding does."""
-    assert error(length=3, expert_alone=True) > 1e-2
+    assert error(length=3, verify=verify, expert_alone=True) > 1e-2
 
 
 def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):

@@ -72,6 +72,11 @@ def greedy(model, custom=None, rows=ROWS, **how):
     return model.generate(**inputs | how, custom_generate=custom)
 
 
+def short(model, custom):
+    """The same of two short texts, as lists."""
+    return equal(model, custom, rows=ROWS[:2], max_new_tokens=10).sequences.tolist()
+
+
 def equal(model, custom, **how):
     """What `generate` returns by `custom`: its greedy texts must be those of `generate` alone."""
     ours = greedy(model, custom, **how, return_dict_in_generate=True)
@@ -252,10 +257,14 @@ def test_no_model_is_changed_and_a_copy_is_made_once(family, monkeypatch, tmp_pa
         for rows in ROWS, ROWS[1:2]:
             records = equal(model, custom, rows=rows).records
             assert custom.draft or max(record.alpha for record in records) > 0.5
+            assert all(sum(record.drafted) > 0 for record in records)
     assert all(module.training for module in model.modules()) and made == [4, 6]
     model.eval()
     assert states() == before and model.config._attn_implementation == guesser.config._attn_implementation == "sdpa"
     assert greedy(model).tolist() == alone
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not a head for the model"):
+        greedy(model, speculative(str(tmp_path)))
 
 
 @pytest.mark.parametrize("own_copy", [False, True])
@@ -277,34 +286,8 @@ def test_the_twin_or_copy_of_a_model_is_kept_and_follows_it_and_a_dead_one_leave
     assert gone() is None and (len(customGenerate._COPIES) < copies or not own_copy)
 
 
-class Steered(torch.nn.Module):
-    """What it adds is neither a parameter nor a buffer nor a number."""
-
-    def __init__(self, inner, vector):
-        super().__init__()
-        self.inner, self.vectors = inner, [vector]
-
-    def forward(self, x):
-        return self.inner(x) + self.vectors[0]
-
-
-def test_a_module_of_the_users_may_keep_anything_and_is_followed(draft):
-    model, custom = tiny(seed=5), speculative(draft)
-    vector = 5 * torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(0))
-    model.gpt_neox.layers[1].mlp = steered = Steered(model.gpt_neox.layers[1].mlp, vector)
-    ours = equal(model, custom).sequences
-    steered.vectors[0] = -vector
-    assert not torch.equal(equal(model, custom).sequences, ours)
-    steered.vectors[0].mul_(-1)
-    assert torch.equal(equal(model, custom).sequences, ours)
-    model.lock = threading.Lock()
-    with pytest.raises(ValueError, match="has an attribute that cannot be copied"):
-        equal(model, custom)
-
-
-@pytest.mark.parametrize("gamma", [4, Additive(4)])
-def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft, gamma):
-    custom, batches = speculative(draft, gamma), [ROWS[:1], ROWS, ROWS[1:2], ROWS]
+def test_calls_at_the_same_time_do_not_disturb_each_other(target, draft):
+    custom, batches = speculative(draft, Additive(4)), [ROWS[:1], ROWS, ROWS[1:2], ROWS]
     with ThreadPoolExecutor() as pool:
         texts = list(pool.map(lambda rows: greedy(target, custom, rows=rows, max_new_tokens=30).tolist(), batches))
     assert texts == [greedy(target, rows=rows, max_new_tokens=30).tolist() for rows in batches]
@@ -331,7 +314,7 @@ def test_an_output_layer_with_more_tokens_than_the_configuration_is_refused(draf
 
 def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     model, custom = tiny(seed=6), speculative(draft)
-    text = lambda: equal(model, custom).sequences.tolist()  # noqa: E731
+    text = lambda: short(model, custom)  # noqa: E731
     vector = torch.linspace(-2, 2, 32)  # that is added to each token's hidden state; it may change between two calls
     plain_text = text()
     hook = model.gpt_neox.layers[0].register_forward_hook(lambda module, given, output: output + vector)
@@ -340,6 +323,13 @@ def test_hooks_and_replaced_forwards_are_followed_or_refused(draft):
     assert plain_text != steered != text()
     hook.remove()
     assert text() == plain_text
+    change, texts = lambda module, given, *output: (output or given)[0] * 2 - 1, []
+    for register in "register_forward_hook", "register_forward_pre_hook":
+        for layer in model.gpt_neox.layers:
+            hook = getattr(layer.mlp, register)(change)
+            texts.append(text())
+            hook.remove()
+    assert len(set(map(str, texts))) == 4
     layer = model.gpt_neox.layers[1].mlp
     layer.forward = lambda x: 0.5 * type(layer).forward(layer, x)
     assert text() != plain_text
@@ -354,22 +344,12 @@ def test_a_setting_that_changes_between_two_calls_is_followed(draft):
         lambda layer: None,
         lambda layer: setattr(layer.mlp, "act_fn", torch.nn.ReLU()),
         lambda layer: setattr(layer.self_attn, "scaling", 3 * layer.self_attn.scaling),
+        lambda layer: prune.random_unstructured(layer.mlp.down_proj, "weight", 0.8),
     ):
         for layer in model.model.layers:
             change(layer)
-        texts.append(equal(model, custom).sequences.tolist())
-    assert texts[0] != texts[1] != texts[2]
-
-
-def test_a_hook_that_moves_to_another_module_is_followed(draft):
-    model, custom, texts = tiny(seed=6), speculative(draft), []
-    for register in "register_forward_hook", "register_forward_pre_hook":
-        change = lambda module, given, *output: (output or given)[0] * 2 - 1  # noqa: E731
-        for layer in model.gpt_neox.layers:
-            hook = getattr(layer.mlp, register)(change)
-            texts.append(equal(model, custom).sequences.tolist())
-            hook.remove()
-    assert len(set(map(str, texts))) == 4
+        texts.append(short(model, custom))
+    assert texts[0] != texts[1] != texts[2] != texts[3]
 
 
 class Steerer:
@@ -394,26 +374,31 @@ KEPT = {  # {what a module keeps a tensor in: (how it does, how it is read)}
 }
 
 
+class Steered(torch.nn.Module):
+    """A module of the user's. What it adds is neither a parameter nor a buffer nor a number."""
+
+    def __init__(self, inner, kind):
+        super().__init__()
+        self.inner, self.kind = inner, kind
+
+    def forward(self, x):
+        return self.inner(x) + KEPT[self.kind][1](self.kept)
+
+
 @pytest.mark.parametrize("kind", KEPT)
 def test_what_a_module_keeps_may_change_between_two_calls(draft, kind):
-    model, custom, (keep, read) = tiny(seed=6), speculative(draft), KEPT[kind]
-    layer, vector = model.gpt_neox.layers[0], torch.linspace(-2, 2, 32)
-    layer.register_forward_hook(lambda module, given, output: output + read(module.kept))
-    texts = set()
+    model, custom, vector, texts = tiny(seed=6), speculative(draft), torch.linspace(-2, 2, 32), set()
+    layer = model.gpt_neox.layers[0]
+    layer.mlp = Steered(layer.mlp, kind)
     for kept in vector, -vector, (other := vector.square()):
-        layer.kept = keep(kept)
-        texts.add(str(equal(model, custom).sequences.tolist()))
+        layer.mlp.kept = KEPT[kind][0](kept)
+        texts.add(str(short(model, custom)))
     other.neg_()
-    texts.add(str(equal(model, custom).sequences.tolist()))
+    texts.add(str(short(model, custom)))
     assert len(texts) == 4
-
-
-def test_pruned_weights_are_followed(draft):
-    model, custom = tiny(seed=6), speculative(draft)
-    before = equal(model, custom).sequences.tolist()
-    layer = model.gpt_neox.layers[0].mlp.dense_4h_to_h
-    prune.random_unstructured(layer, "weight", 0.8)
-    assert equal(model, custom).sequences.tolist() != before
+    model.lock = threading.Lock()
+    with pytest.raises(ValueError, match="has an attribute that cannot be copied"):
+        short(model, custom)
 
 
 def test_a_model_that_prepares_its_inputs_itself_is_refused(draft):
@@ -428,19 +413,6 @@ def test_a_model_that_prepares_its_inputs_itself_is_refused(draft):
             base.prepare_inputs_for_generation = model.prepare_inputs_for_generation
         with pytest.raises(ValueError, match="prepares its inputs in its own way"):
             greedy(each, speculative(draft))
-
-
-# A trained head.
-
-
-@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
-def test_a_heads_folder_may_be_the_draft(family, tmp_path):
-    model = tiny(family, seed=9)
-    save_head(network_for(CachedModel(tiny(family, seed=9))), tmp_path, "a version", {})
-    assert all(sum(record.drafted) > 0 for record in equal(model, speculative(tmp_path)).records)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not a head for the model"):
-        greedy(model, speculative(str(tmp_path)))
 
 
 # Streamers.

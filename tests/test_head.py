@@ -94,15 +94,14 @@ def by_definition(source, text, guesses):
     return torch.stack(logits)
 
 
-def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
+def check_rounds(source, models, tree=None, count=4, prompts=SHORT):
     """Assert that guesses are drawn from what the design says, and that after each round the features of all tokens
     that the target has read are those of one forward. source: the eager models. Returns how many guesses were
     accepted."""
     target, head = models
     close = partial(torch.testing.assert_close, atol=2e-4, rtol=1e-3)
-    # The first of some siblings is drawn from q itself.
-    nodes = [] if tree is None else [node for node in range(1, tree.size + 1) if tree.ranks[node - 1] == 0]
-    paths = [[n - 1 for n in tree.path(node)] for node in nodes] or [[0], [0, 1], [0, 1, 2]]
+    leaves = [] if tree is None else [node for node in range(1, tree.size + 1) if not tree.children[node]]
+    paths = [[n - 1 for n in tree.path(node)] for node in leaves] or [[0, 1, 2]]
     drafter, length, generator, seen = TreeDrafter(head), Fixed(tree or 3), torch.Generator().manual_seed(0), []
     one_round, rule = (advance_tree, traversal_rule) if tree else (advance, token_rule)
     rows = Rows(prompts, 40, [target, *drafter.models], spare=tree.size if tree else 0, generator=generator)
@@ -118,7 +117,9 @@ def check_rounds(source, models, tree=None, count=6, prompts=SHORT):
                 drafts = seen[-1].drafts[row].tolist()
                 for path in paths:
                     q = torch.softmax(by_definition(source, text, [drafts[i] for i in path]), -1)
-                    close(seen[-1].q[row, path[-1]], q[-1])
+                    for i, wanted in zip(path, q):
+                        if tree is None or tree.ranks[i] == 0:  # The first of some siblings is drawn from q itself.
+                            close(seen[-1].q[row, i], wanted)
             for row, text in enumerate(rows.texts):
                 expected = true_features(source[0], text[:-1])  # Sums of numbers up to a hundred: float32 rounds them.
                 close(target.features[row, : len(text)], expected, atol=max(2e-4, 5e-6 * expected.abs().max().item()))
@@ -252,17 +253,19 @@ def test_texts_are_those_of_eager_models_and_greedy_ones_the_targets(kernels, na
     source, models = pair(family), pair(family, "compiled")
     for sampling in GREEDY, FREE, Sampling(0.9, 0, 0.9, 1.3):
         for prompts, batch in (SHORT[:1], None), (SHORT, 3):
-            how = {"max_len": 20, "sampling": sampling, "batch": batch}
+            how = {"max_len": 12, "sampling": sampling, "batch": batch}
             wanted, found = (
                 SAMPLERS[name](*each)(prompts, generator=generators(len(prompts)), **how) for each in (source, models)
             )
             assert found[0] == wanted[0]
             assert [record.accepted for record in found[1]] == [record.accepted for record in wanted[1]]
             if sampling is GREEDY:
-                assert found[0] == regrSampling(prompts, models[0], 20, GREEDY)[0]
+                assert found[0] == regrSampling(prompts, models[0], 12, GREEDY)[0]
 
 
-@pytest.mark.parametrize("engine, right", [("eager", True), ("compiled", True), ("eager", False)], indirect=["engine"])
+@pytest.mark.parametrize(
+    "engine, right", [("eager", True), ("compiled", True), ("compiled", False)], indirect=["engine"]
+)
 def test_a_text_does_not_depend_on_its_neighbours(engine, right, monkeypatch):
     """A queue's texts are the same at every batch size, but not with a planted mistake: a row leaves its features."""
     if not right:
@@ -271,8 +274,8 @@ def test_a_text_does_not_depend_on_its_neighbours(engine, right, monkeypatch):
 
     def write(batch):
         ends = lambda text, token: token == text % 5  # noqa: E731 - rows end at different times
-        options = {"max_len": 25, "sampling": FREE, "end_of_text": ends, "generator": generators(12), "batch": batch}
-        return specSampling(SHORT * 3, target, ModelDrafter(head), gamma=3, **options)[0]
+        options = {"max_len": 25, "sampling": FREE, "end_of_text": ends, "generator": generators(8), "batch": batch}
+        return specSampling(SHORT * 2, target, ModelDrafter(head), gamma=3, **options)[0]
 
     assert (write(1) == write(4) == write(None)) == right
 
@@ -330,9 +333,9 @@ def test_a_copy_that_scores_a_heads_guesses_writes_their_features(engine):
 
 @pytest.mark.parametrize("name", ["chains", "trees"])
 def test_on_a_gpu_its_steps_are_captured(name):
-    """Greedy texts in two caches, and plain decoding in between, which writes no features."""
-    source, batches = pair(), (SHORT[:2], SHORT[2:], SHORT[:2])
-    wanted = [SAMPLERS[name](*source)(prompts, max_len=12, sampling=GREEDY) for prompts in batches]
+    """Greedy texts in one cache, and plain decoding in between, which writes no features."""
+    source, batches = pair(), (SHORT[:2], SHORT[2:])
+    wanted = [SAMPLERS[name](*source)(prompts, max_len=9, sampling=GREEDY) for prompts in batches]
     with softwareCuda.machine(1):
         target = CachedModel(source[0].model.to("cuda"), FEW, "target")
         head = HeadModel(source[1].model.to("cuda"), target)
@@ -340,8 +343,8 @@ def test_on_a_gpu_its_steps_are_captured(name):
         head = compiled(head, target)
         sampler = SAMPLERS[name](target, head)
         for prompts, (right, right_records) in zip(batches, wanted):
-            text, records = sampler(prompts, max_len=12, sampling=GREEDY)
-            assert text == right == regrSampling(prompts, target, 12, GREEDY)[0]
+            text, records = sampler(prompts, max_len=9, sampling=GREEDY)
+            assert text == right == regrSampling(prompts, target, 9, GREEDY)[0]
             assert [record.accepted for record in records] == [record.accepted for record in right_records]
         assert head.graphs and target.graphs and not head.refused | target.refused
 
@@ -358,7 +361,7 @@ def test_its_forward_compiles_without_breaks():
     for model in target, head:
         model.reads_filled = False  # as on a GPU
         CachedModel.reserve(model, 1, 64)
-    for first, n in (0, 5), (5, 2), (7, 1):
+    for first, n in (0, 5), (5, 1):  # More shapes are in test_cachedModel.py.
         tokens = torch.arange(first, first + n)[None]
         for model in target, head:
             vars(model).pop("network", None)

@@ -26,12 +26,11 @@ def head_folder(pair_folder, tmp_path_factory):
         "--compare head,block --batch 2",
         "--draft head --compare all --compile",
         "--draft head --speed --sweep --temperature 1 --sentences 1 --maxLen 4 --draftLength costAware --draftVocab 40",
-        "--draft head --speed --tree 2,1 --compile",
         "--draft head --compare tree,lookupFirst --batch 2",
         "--draft head --speedNew --batch 2 --compile",
         "--draft head --speedMulti --mid DRAFT",  # It guesses in a cascade.
         "--lossless head --tokens 60 --compile",
-        "--draft head --lossless all --tokens 60 --compile",
+        "--draft head --lossless tree,lookupFirst --tokens 60 --compile",
     ],
 )
 def test_runs_with_a_head(run, head_folder, pair_folder, words, request, monkeypatch):

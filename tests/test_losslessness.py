@@ -13,7 +13,7 @@ from conftest import few_mistakes
 from helpers import rounded_copy
 from scipy.stats import binom, chisquare, kstwo, norm
 from test_otherTokenizer import other_ids
-from test_specSampling import PROMPTS, error, near
+from test_specSampling import PROMPTS, near
 
 from decoding.lengthRules import MENU, Acceptance, CostAware
 from decoding.tree import Tree
@@ -23,7 +23,7 @@ from engine.compiling import compiled, is_compiled
 from experiments.flags import parser
 from lossless import scorer as scoring
 from lossless.evidence import BINS, TILTS, Evidence, hits_p_value, limit_of, seen_by, surprise_p_value
-from lossless.mistakes import MISTAKES, always_accept, one_hot, replace_from_p
+from lossless.mistakes import MISTAKES, always_accept, replace_from_p
 from lossless.scorer import FollowingTarget, TextScorer, greedy_figures, guesses_along
 from lossless.trial import Trial, logits_as_written
 from methods import samplers
@@ -144,23 +144,13 @@ def test_each_planted_mistake_is_seen(pair, name):
     method = "tree" if mistake.tree else method
     sampler = mistake.planted(sampler_of(target, draft, method), sampling)
 
-    def seen(rows):
-        generator, prompts = torch.Generator().manual_seed(0), PROMPTS * (rows // len(PROMPTS))
-        options = {"batch": 2} if mistake.queue else {}
-        texts, _ = sampler(prompts, max_len=50, sampling=sampling, generator=generator, **options)
+    def seen(max_len):
+        generator, prompts = torch.Generator().manual_seed(0), PROMPTS * 32
+        options = {"batch": 32} if mistake.queue else {}
+        texts, _ = sampler(prompts, max_len=max_len, sampling=sampling, generator=generator, **options)
         return seen_by(TextScorer(target, draft, sampling).evidence(prompts, texts).figures(), limit_of(1))
 
-    assert seen(16) or seen(128)
-
-
-def test_a_guess_judged_as_if_q_were_1_costs_speed_alone():
-    """As in vllm 40149: accepted with probability p(x), else replaced from p without x. The text is the target's all
-    the same."""
-
-    def one_hot_rule(p, q, drafts, u):
-        return token_rule(p, one_hot(q, drafts), drafts, u)
-
-    assert error(gamma=1, length=3, verify=one_hot_rule, prefixes=[[1, 2, 0]]) < 1e-6
+    assert seen(16) or seen(50)  # A step for many rows takes little longer than for one.
 
 
 def test_greedy_tokens_are_the_argmax_or_near_ties_or_neither():
@@ -261,7 +251,7 @@ def test_a_run_writes_its_verdict_its_tables_and_a_figure(outcome, kernels, figu
     mistakes = list(dict.fromkeys(m["mistake"] for m in planted))
     assert mistakes == [name for name in MISTAKES if name != "predecessor's slots"]
     assert [m["method"] for m in planted if m["mistake"] == "constant q"] == names
-    assert len(planted) == len(mistakes) + len(names) - 1
+    assert len(planted) == len(mistakes) + len(names) - 1 and planted[-1]["order"] == "draft"
     for m in drawn + planted:
         assert "guesses" in m["p"] and m["tokens_shown"] == 12
         assert sum(m["counts_shown"]) <= 12 and len(m["counts_shown"]) == BINS
@@ -284,7 +274,7 @@ def test_a_quick_run_plants_no_mistakes(outcome):
 
 def test_shapes_that_measured_times_would_choose_take_turns(run, tmp_path, monkeypatch):
     """Times would choose plain decoding where guesses do not pay, and no seed would repeat the texts."""
-    few_mistakes(monkeypatch)
+    monkeypatch.setattr("lossless.trial.GREEDY_TOKENS", 4)
     used, add = Counter(), Acceptance.add
     monkeypatch.setattr(Acceptance, "add", lambda self, tree, *rest: used.update([tree]) or add(self, tree, *rest))
     words, lines = "--lossless costAware,tree,quick --tokens 192 --maxLen 96", []
@@ -311,12 +301,10 @@ def test_texts_of_one_token_are_compared_in_another_dtype(outcome, monkeypatch):
     assert {m["dtype"] for m in lines if m.get("test") == "greedy"} == {"float32", "bfloat16"}
 
 
-def test_planted_mistakes_name_the_order_of_their_vocabulary(outcome, flags, monkeypatch):
-    """Without a draft model it is by p."""
+def test_without_a_draft_model_mistakes_have_the_vocabulary_in_the_order_of_p(outcome, flags, monkeypatch):
     few_mistakes(monkeypatch)
-    for base, order in (flags, "draft"), ([*flags, "--draft", "lookup"], "p"):
-        lines, _ = outcome("lookup --tokens 12 --maxLen 6", base=base)
-        assert [m["order"] for m in lines if m.get("test") == "mistake"][-1] == order
+    lines, _ = outcome("lookup --tokens 12 --maxLen 6", base=[*flags, "--draft", "lookup"])
+    assert [m["order"] for m in lines if m.get("test") == "mistake"][-1] == "p"
 
 
 def test_a_wrong_sampler_fails_the_run_in_each_dtype(outcome, monkeypatch):
@@ -353,8 +341,8 @@ def test_without_chance_only_greedy_texts_are_compared(outcome, flags):
 
 def guessed(sampler, guessing, sampling, target=None):
     """The figures of texts by a sampler, with the guesses of another one."""
-    prompts, options = PROMPTS * 8, {"sampling": sampling, "generator": torch.Generator().manual_seed(1)}
-    texts, _ = sampler(prompts, max_len=25, **options)
+    prompts, options = PROMPTS * 32, {"sampling": sampling, "generator": torch.Generator().manual_seed(1)}
+    texts, _ = sampler(prompts, max_len=12, **options)
     guesses = guesses_along(guessing, prompts, texts, **options)
     scorer = TextScorer(target or sampler.keywords["target"], None, sampling)
     return scorer.evidence(prompts, texts, 0, guesses).figures()
@@ -410,13 +398,6 @@ def test_independent_neighbours_pass_however_few():
     random, none = np.random.default_rng(0), np.zeros((2, 2))
     z = [Evidence(random.random((2, 2)), *[none] * 6).neighbours() for _ in range(20_000)]
     assert np.mean(2 * norm.sf(np.abs(z)) < 1e-3) <= 1e-3
-
-
-def test_a_short_text_with_two_rare_tokens_passes():
-    """With probability 1.7 % an exact sampler writes two or more."""
-    scorer = TextScorer(Constant([0.99, 0.01]), None, Sampling(1.0, 0, 1.0))
-    figures = scorer.evidence([[0]], [[1, *[0] * 9, 1, *[0] * 9]]).figures()
-    assert figures["z"] > 4 and figures["p"]["surprise"] > 0.01 and not seen_by(figures, limit_of(1))
 
 
 @pytest.mark.parametrize(

@@ -162,16 +162,15 @@ def test_flags_that_were_recorded_are_the_flags_again(data):
     assert again == replace(first, models=replace(first.models, device=device))
 
 
-@pytest.mark.parametrize("names, repeats, bar", [(NAMES[::-1], "1", True), (NAMES, "2", False)])
-def test_neither_order_nor_repeats_nor_a_bar_changes_a_token(run, made, tmp_path, monkeypatch, names, repeats, bar):
+def test_neither_order_nor_repeats_nor_a_bar_changes_a_token(run, made, tmp_path, monkeypatch):
     shown, init = io.StringIO(), tqdm.__init__
-    monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": not bar, "file": shown, "delay": 0}))
-    run(f"--contrastiveTemperature 0.7 --seed 5 --repeats {repeats} --compare", ",".join(names))
+    monkeypatch.setattr(tqdm, "__init__", lambda b, **k: init(b, **k | {"disable": False, "file": shown, "delay": 0}))
+    run("--contrastiveTemperature 0.7 --seed 5 --repeats 2 --compare", ",".join(NAMES[::-1]))
     before, after = (runRecord.comparable(lines_of(folder)) for folder in (made, tmp_path))
     shared = [key for key in before if key.startswith("speed")]
     assert len(shared) == 2 * len({*NAMES, "target"} - {"costAware"})
     assert [before[key]["sha256"] for key in shared] == [after[key]["sha256"] for key in shared]
-    assert bar == ("compare" in shown.getvalue())
+    assert "compare" in shown.getvalue()
 
 
 def test_only_what_follows_the_clock_is_not_repeatable_and_other_programs():

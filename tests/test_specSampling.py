@@ -32,18 +32,16 @@ def near(model, noise=0.15, seed=7):
     return draft
 
 
-@pytest.mark.parametrize(
-    "family, gamma", [*((family, 4) for family in helpers.FAMILIES), *zip(["gpt_neox"] * 3, (1, 2, 9))]
-)
-def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family, gamma):
+@pytest.mark.parametrize("family", helpers.FAMILIES)
+def test_greedy_rows_equal_plain_greedy_and_transformers_alone(family):
     target = helpers.tiny(family)
     how = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     alone = [target.model.generate(torch.tensor([p]), **how)[0, len(p) :].tolist() for p in PROMPTS]
-    spec, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 24, gamma, GREEDY)
-    assert spec == regrSampling(PROMPTS, target, 24, GREEDY)[0] == alone
-    if gamma > 1:  # the equality above is worth something: rounds of every kind took place
-        accepted = {a for r in records for a in r.accepted[1:]}
-        assert 0 in accepted and max(accepted) >= 2
+    assert regrSampling(PROMPTS, target, 24, GREEDY)[0] == alone
+    for gamma in (1, 2, 4, 9) if family == "gpt_neox" else (4,):
+        spec, records = specSampling(PROMPTS, target, ModelDrafter(near(target)), 24, gamma, GREEDY)
+        # The equality is worth something: rounds of every kind took place.
+        assert spec == alone and {0, min(2, gamma)} <= {a for r in records for a in r.accepted[1:]}
 
 
 # The distribution of whole texts, exactly: every guess, decision and token of several rounds, without sampling noise.
@@ -166,12 +164,6 @@ def test_a_row_ends_at_its_own_end_of_text_or_at_max_len(pair):
     for max_len in 1, 2, 3, 5, 6, 7:
         texts = specSampling(PROMPTS, target, draft, max_len, 4, GREEDY)[0]
         assert texts == [text[:max_len] for text in free]
-
-
-def test_the_same_seed_gives_the_same_tokens(pair):
-    generators = (torch.Generator().manual_seed(seed) for seed in (3, 3, 4))
-    texts = [specSampling(PROMPTS, pair[0], ModelDrafter(pair[1]), 20, generator=each)[0] for each in generators]
-    assert texts[0] == texts[1] != texts[2]
 
 
 def test_guesses_after_the_end_of_a_text_do_not_count():

@@ -11,9 +11,9 @@ from conftest import ROOT, with_ctrl_c
 from inputs.commandLine import VERSION
 
 
-def run(*argv):
-    """The process of a script, in the project's folder."""
-    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+def run(*argv, cwd=ROOT):
+    """The process of a script."""
+    return subprocess.run([sys.executable, *argv], cwd=cwd, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +33,8 @@ def test_a_wrong_flag_is_told_before_a_library_is_imported(argv, said):
     assert done.stderr.count("\n") == 1 and time.monotonic() - start < 4
 
 
-def test_version_and_help_need_no_library():
-    assert run("test.py", "--version").stdout == f"{VERSION}\n"
+def test_version_and_help_need_no_library(tmp_path):
+    assert run(str(ROOT / "test.py"), "--version", cwd=tmp_path).stdout == f"{VERSION}\n"
     shown = run("-X", "importtime", "test.py", "--help")
     assert shown.returncode == 0 and "--lossless" in shown.stdout and "--verification" in shown.stdout
     assert "decoding.verification" in shown.stderr and "torch._C" not in shown.stderr  # The stand-ins have no parts.

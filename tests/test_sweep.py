@@ -23,7 +23,6 @@ from experiments.speed import time_texts
 from experiments.theory import expectations, expected_chain, expected_in_text, improvement, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from methods.lookup import LookupDrafter, LookupFirst
-from methods.samplers import Decoding, chains, trees
 from methods.treeSampling import TreeDrafter, treeSampling
 from report import figures
 from report.runTables import batch_table, sweep_table, sweep_tables
@@ -136,15 +135,17 @@ def test_a_run_that_is_stopped_before_plain_decoding_was_timed_is_shown(run, mon
     assert timed and "target" not in timed
 
 
-@pytest.mark.parametrize("draft", ["", "--draft lookup"])
-def test_every_cell_is_measured_and_writes_whole_texts(run, figure_files, monkeypatch, draft):
+@pytest.mark.parametrize("draft, repeats", [("", 1), ("--draft lookup", 2)])
+def test_every_cell_is_measured_and_writes_whole_texts(run, request, monkeypatch, draft, repeats):
+    if not draft:
+        request.getfixturevalue("figure_files")
     for name, value in {"measure.BATCHES": (1, 3), "sweep.BATCH_GAMMAS": (1, 2)}.items():
         monkeypatch.setattr(f"experiments.{name}", value)
-    lines = run(f"--sweep batch --repeats 2 {draft}")
+    lines = run(f"--sweep batch --repeats {repeats} {draft}")
     queues, costs = of_kind(lines, "queue"), of_kind(lines, "costs")
-    cells = [(line["batch"], line["method"], line["repeat"]) for line in queues]
-    methods = ["target", "gamma 1", "gamma 2", "costAware"]
-    assert sorted(cells) == sorted((batch, name, repeat) for batch in (1, 3) for repeat in (0, 1) for name in methods)
+    cells = sorted((line["batch"], line["method"], line["repeat"]) for line in queues)
+    methods = sorted(["target", "gamma 1", "gamma 2", "costAware"])
+    assert cells == [(batch, name, repeat) for batch in (1, 3) for name in methods for repeat in range(repeats)]
     assert [row["gamma"] for row in theory.predict_batches(lines)[3]["rows"]] == ["costAware", "1", "2"]
     assert all(line["tokens"] == 8 * line["texts"] for line in queues) and [c["batch"] for c in costs] == [1, 3]
     assert all(c["scoring"][0] == 1 and len(c["scoring"]) == 3 and (c["drafting"] > 0) != bool(draft) for c in costs)
@@ -206,8 +207,8 @@ def watched_alpha(prompts, target, drafter, max_len):
 def test_overlaps_are_those_that_verification_meets():
     target = helpers.tiny()
     draft = ModelDrafter(near(target, noise=0.3))
-    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 40, 0)
-    mean = watched_alpha(PROMPTS, target, draft, 40)
+    found = overlaps_of(chain(target, draft), PROMPTS, "cpu", DRAW, 25, 0)
+    mean = watched_alpha(PROMPTS, target, draft, 25)
     assert expectations(found["overlap_by_position"])["overlap"] == pytest.approx(mean, abs=1e-5)
     costs = sweep.sweep_costs(helpers.SINGLE_INPUTS, PROMPTS, target, draft, token_rule, DRAW, 40)
     assert 0 < costs["alpha"] == expectations(costs["overlap_by_position"])["overlap"]
@@ -247,8 +248,10 @@ def test_tokens_a_round_are_those_expected(name):
     drafter = {"lookup": lookup, "both": LookupFirst(LookupDrafter(12, 2, worth=0), draft)}.get(name, draft)
     length = DraftConfidence(4, 0.4) if name == "unsure" else Fixed(4)
     method = partial(specSampling, target=target, drafter=drafter, gamma=length)
-    found = expectations(overlaps_of(method, mod12(PROMPTS), "cpu", DRAW, 60, 0)["overlap_by_position"])
-    _, records = method(mod12(PROMPTS) * 15, max_len=60, sampling=DRAW, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(0)
+    texts = theory.rounds_along(method, mod12(PROMPTS) * 3, max_len=60, sampling=DRAW, generator=generator)
+    found = expectations(theory.by_position(one for text in texts for one in text))
+    _, records = method(mod12(PROMPTS) * 15, max_len=60, sampling=DRAW, generator=generator)
     tokens = 1 + sum(sum(record.accepted) for record in records) / sum(len(record.times) - 1 for record in records)
     tested, passed = (sum(column) for column in zip(*(pair for r in records for pair in r.acceptance_by_position)))
     assert found["tokens"] == pytest.approx(tokens, rel=0.1) and tokens > 1.1
@@ -282,21 +285,16 @@ def test_tokens_a_round_with_trees_are_those_expected(rule, shape):
     drafter = TreeDrafter(near(target, noise=0.3))
     choice = Tree.of(shape) if shape else helpers.InTurn(*map(Tree.of, ("1,1", "3,1")))
     method = partial(treeSampling, target=target, drafter=drafter, tree=choice, verify=TREE_RULES[rule])
-    found = overlaps_of(method, mod12(PROMPTS) * 5, "cpu", DRAW, 40, 0)
-    tokens = expectations(found["overlap_by_position"])["tokens"]
-    ratio = (1 + found["accepted"] / found["rounds"]) / tokens
+    generator = torch.Generator().manual_seed(0)
+    texts = theory.rounds_along(method, mod12(PROMPTS) * 20, max_len=20, sampling=DRAW, generator=generator)
+    rounds = [one for text in texts for one in text]
+    found = theory.by_position(rounds)
+    tokens = expectations(found)["tokens"]
+    ratio = (1 + sum(accepted for *_, accepted in rounds) / len(rounds)) / tokens
     assert ratio == pytest.approx(1, abs=0.05) if rule == "topDown" else 1 < ratio < 1.3
     if shape:
         acceptance = Acceptance()
-        for depth, (_, *pairs) in enumerate(found["overlap_by_position"]):
+        for depth, (_, *pairs) in enumerate(found):
             for rank, (tested, share) in enumerate(zip(pairs[::2], pairs[1::2])):
                 acceptance.reached[depth, rank], acceptance.accepted[depth, rank] = tested, share
         assert Tree.of(shape).expected_tokens(acceptance.table(3, 3)) == pytest.approx(tokens, rel=0.1)
-
-
-def test_a_chain_has_the_same_overlaps_whether_it_is_called_a_tree_or_not():
-    target = helpers.tiny()
-    models = {"target": target, "draft": near(target, noise=0.3)}
-    methods = (chains(models, Decoding(gamma=3), "fixed", "block"), trees(models, Decoding(tree="1,1,1"), "traversal"))
-    one, other = (overlaps_of(method, PROMPTS, "cpu", DRAW, 30, 0) for method in methods)
-    assert one == other and len(one["overlap_by_position"]) == 3

@@ -15,9 +15,9 @@ from utils import probabilities
 def test_a_short_training_writes_models_that_load(tmp_path, monkeypatch, capsys):
     make_small(monkeypatch)
     monkeypatch.setattr(trainBundled, "VOCABULARY", 320)
-    monkeypatch.setattr(trainBundled, "WRITTEN", 6000)
-    target = [Recipe(16000), Recipe(4000, lengths=MIXED)]
-    draft = [Recipe(4000), Recipe(6000, lengths=(80, 512), acceptance=True)]
+    monkeypatch.setattr(trainBundled, "WRITTEN", 3000)
+    target = [Recipe(16000), Recipe(2000, lengths=MIXED)]
+    draft = [Recipe(2000), Recipe(3000, lengths=(80, 512), acceptance=True)]
     models = {"target": (2, 64, None, target), "draft": (1, 32, "target", draft)}
     monkeypatch.setattr(trainBundled, "MODELS", models)
     texts = f"--texts {DATASETS / 'sample/articles.raw'} {DATASETS / 'sample'}"

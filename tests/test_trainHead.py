@@ -234,7 +234,7 @@ def test_a_training_begins_on_true_features_alone(sources, small, monkeypatch, t
 
 
 def test_the_loss_goes_down(sources, small, tmp_path):
-    trainer = head_trainer(sources, tmp_path / "head", steps=100, finish=0.0)
+    trainer = head_trainer(sources, tmp_path / "head", steps=50, finish=0.0)
     trainer.train()
     assert np.mean(trainer.losses[-10:]) < trainer.losses[0] - 0.3
 

@@ -38,17 +38,17 @@ def written(pair, shape="3,2,1", max_len=40, sampling=GREEDY, **options):
 @pytest.mark.parametrize("family", helpers.FAMILIES)
 def test_greedy_rows_equal_plain_greedy(family):
     target = helpers.tiny(family)
-    draft = near(target) if family == "gpt_neox" else helpers.tiny(family, seed=1)
-    plain, _ = regrSampling(PROMPTS, target, 40, GREEDY)
+    plain, _ = regrSampling(PROMPTS, target, 24, GREEDY)
     for rule in TREE_RULES.values():
-        assert written((target, draft), "3/2,1,0/1,2,0", verify=rule)[0] == plain
+        texts, records = written((target, near(target)), "3/2,1,0/1,2,0", 24, verify=rule)
+        assert texts == plain and {0, 3} <= {accepted for record in records for accepted in record.accepted[1:]}
 
 
-@pytest.mark.parametrize("shape", ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1", "3/2,1,0/1,2,0"])
+@pytest.mark.parametrize("shape", ["1", "2", "3,2", "2/2,1/1,0,1", "1,1,1"])
 def test_greedy_rows_equal_plain_greedy_for_every_shape_and_with_a_repetition_penalty(pair, shape):
     for sampling in (GREEDY, Sampling(0.0, 0, 1.0, 1.3)):
-        texts, records = written(pair, shape, sampling=sampling)
-        assert texts == regrSampling(PROMPTS, pair[0], 40, sampling)[0]
+        texts, records = written(pair, shape, 24, sampling)
+        assert texts == regrSampling(PROMPTS, pair[0], 24, sampling)[0]
     assert len({accepted for record in records for accepted in record.accepted[1:]}) > 1
 
 
@@ -127,11 +127,8 @@ def test_keys_moved_to_a_wrong_slot_are_caught(monkeypatch, pair, model):
     plain, records = written(pair, max_len=60)
     monkeypatch.setattr(loop, "move_path", one_too_far)
     texts, worse = written(pair, max_len=60)
-    if model == 0:
-        assert texts != plain
-    else:
-        assert texts == plain
-        assert sum(sum(r.accepted) for r in worse) < sum(sum(r.accepted) for r in records)
+    assert (texts != plain) == (model == 0)
+    assert model == 0 or sum(sum(r.accepted) for r in worse) < sum(sum(r.accepted) for r in records)
 
 
 def all_laws_are_the_first_siblings(guesses):
@@ -156,7 +153,7 @@ def test_laws_that_are_not_those_of_the_draws_are_caught(monkeypatch, mistake, s
         return replace(guesses, q=mistake(guesses))
 
     monkeypatch.setattr(TreeDrafter, "grow", grow)
-    assert p_value(shape, rule, draws=10_000) < 1e-6
+    assert p_value(shape, rule, draws=10_000 if mistake is all_laws_are_the_first_siblings else 2_000) < 1e-6
 
 
 @pytest.mark.parametrize("rule, on_chains", ON_CHAINS.items())
@@ -164,9 +161,9 @@ def test_a_chain_takes_the_rounds_of_a_chain(pair, rule, on_chains):
     """The texts and the records are those of `specSampling`."""
     for gamma in (1, 3):
         generators = [torch.Generator().manual_seed(1) for _ in range(2)]
-        texts, records = written(pair, Tree.chain(gamma), 30, FREE, generator=generators[0], verify=rule)
+        texts, records = written(pair, Tree.chain(gamma), 20, FREE, generator=generators[0], verify=rule)
         wanted, theirs = specSampling(
-            PROMPTS, pair[0], ModelDrafter(pair[1]), 30, gamma, FREE, generator=generators[1], verify=on_chains
+            PROMPTS, pair[0], ModelDrafter(pair[1]), 20, gamma, FREE, generator=generators[1], verify=on_chains
         )
         assert texts == wanted and [r.accepted for r in records] == [r.accepted for r in theirs]
 
