@@ -66,9 +66,6 @@ def run(script: str, flags: str) -> int:
         if not os.environ.get(variable, "1").isdecimal():
             print(f"{name}: error: {variable} must be a whole number of seconds", file=sys.stderr)
             return 2
-    # On a busy machine the threads that wait for others yield. Windows does not say how busy it is.
-    if hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1):
-        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Libraries that are imported may rename a KeyboardInterrupt, and those in C++ abort.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:
@@ -76,6 +73,11 @@ def run(script: str, flags: str) -> int:
     try:
         if code := answered(name, flags):
             return code
+        import psutil  # The flags are read without it.
+
+        # Threads that spin while they wait keep a core from another process, and its time slices stop all of them.
+        if psutil.cpu_percent(interval=0.2) / 100 * (os.cpu_count() or 1) > 0.5:
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         main = runpy.run_path(script, run_name=Path(script).stem)["main"]
         signal.signal(signal.SIGINT, before)
         return main()

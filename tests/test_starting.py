@@ -50,10 +50,15 @@ def test_the_help_of_the_benchmark_has_its_own_defaults():
     assert "what to measure (the default is --compare --steps):" in shown
 
 
-def test_it_starts_where_the_system_does_not_say_how_busy_it_is():
-    start = "starting.run('test.py', 'experiments.flags.read_flags')"
-    done = run("-c", f"import os; from inputs import starting; del os.getloadavg; {start}", "--version")
-    assert done.stdout == f"{VERSION}\n", done.stderr
+@pytest.mark.parametrize("others, waiting", [(20, "None"), (90, "passive")])
+def test_beside_a_busy_process_threads_do_not_spin(tmp_path, others, waiting):
+    (tmp_path / "script.py").write_text("import os\ndef main(): print(os.environ.get('OMP_WAIT_POLICY'))")
+    usage = "import os, psutil; os.cpu_count = lambda: 1; psutil.cpu_percent = lambda interval: " + str(others)
+    start = "starting.answered = lambda *_: 0; starting.run(SCRIPT, 'm.f')".replace(
+        "SCRIPT", repr(f"{tmp_path}/script.py")
+    )
+    done = run("-c", f"{usage}; from inputs import starting; {start}")
+    assert done.stdout == f"{waiting}\n", done.stderr
 
 
 def test_no_module_with_stand_ins_is_left():
