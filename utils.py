@@ -110,6 +110,11 @@ def probabilities(logits: Tensor, sampling: Sampling, seen: Tensor | None = None
     return nucleus(probs, sampling.top_p) if sampling.top_p < 1 else probs
 
 
+def excluded(logits: Tensor) -> Tensor:
+    """The tokens that a model excludes, by a logit of -inf or one far below all others: bool, as `logits[..., V]`."""
+    return logits < logits.amax(-1, keepdim=True) - 1000
+
+
 def penalised(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """`logits[..., V]` after the repetition penalty on the tokens that `seen[..., V]` (bool) marks."""
     if sampling.repetition_penalty == 1:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from engine.cachedModel import Tap, context_of, logits_of
-from engine.gate import TOLERANCE, is_altered
+from engine.gate import TOLERANCE, comparable, is_altered
 from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, packed, packed_codes
 from engine.quantised import QuantisedLinear, tolerance_of
@@ -312,7 +312,7 @@ class Description:
             if kinds:
                 self.config.layer_types = kinds
         wanted = logits_of(self.model, outputs, self.vocabulary)
-        results = [(logits.nan_to_num(neginf=0), wanted.nan_to_num(neginf=0))]  # A restricted head gives -inf.
+        results = [comparable(logits, wanted)]
         if tap is not None:
             results.append((features[:, 1:], tap(outputs.hidden_states)))
         if before:

@@ -27,7 +27,7 @@ from decoding.tree import Places, Tree
 from engine.kernels.loader import cache_folder
 from engine.kvCache import Block
 from engine.smallTwin import small_twin
-from utils import UserError
+from utils import UserError, excluded
 
 if TYPE_CHECKING:
     from decoding.model import Model
@@ -148,6 +148,12 @@ def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str |
     return None
 
 
+def comparable(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Two computations of logits, with 0 for the tokens that both exclude: beside these any error would seem small."""
+    out = excluded(logits) & excluded(wanted)
+    return logits.masked_fill(out, 0), wanted.masked_fill(out, 0)
+
+
 @torch.inference_mode()
 def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
     """{what was read: the largest relative error of its logits}. The reference is a forward without a cache."""
@@ -161,8 +167,7 @@ def errors_of(model: PreTrainedModel, wrap: Wrap) -> dict[str, float]:
         return model(input_ids=tokens[None], use_cache=False).logits[0].float()
 
     def compare(what: str, logits: Tensor, wanted: Tensor) -> None:
-        absent = logits == -torch.inf  # tokens that a restricted output layer leaves out
-        logits, wanted = logits.masked_fill(absent, 0), wanted.masked_fill(absent, 0)
+        logits, wanted = comparable(logits, wanted)
         error = ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).nan_to_num(nan=torch.inf).max()
         errors[what] = max(errors[what], float(error))
 

@@ -21,7 +21,7 @@ from decoding.tree import Tree
 from decoding.verification import VerificationRule
 from experiments.schema import GreedyFigures
 from lossless.evidence import TILTS, Evidence, too_many
-from utils import Sampling, not_finite, probabilities, seen_after, upload
+from utils import Sampling, excluded, not_finite, probabilities, seen_after, upload
 
 ELEMENTS = 1 << 24  # Probabilities computed at a time: 64 MB a tensor.
 PLACES = 8  # Places in a round, or siblings, that are told apart; those beyond count with the last.
@@ -199,7 +199,9 @@ class TextScorer:
         unit, accumulated = self.unit or torch.finfo(self.target.dtype).eps / 2, torch.finfo(torch.float32).eps / 2
         relative = (2 * config.num_hidden_layers) ** 0.5 * (unit + config.hidden_size**0.5 * accumulated)
         factor = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
-        spread = logits.std(-1, keepdim=True)
+        out = excluded(logits)  # They would widen the spread without bound.
+        mean = logits.masked_fill(out, 0).sum(-1, keepdim=True) / (~out).sum(-1, keepdim=True)
+        spread = torch.where(out, mean, logits).std(-1, keepdim=True)
         inside, last = relative * spread, unit * (logits.amax(-1, keepdim=True).abs() + 2 * spread)
         return factor * (inside + last), factor * (8 * inside + 2 * last)
 

@@ -38,6 +38,15 @@ FAMILIES = {  # {model type: sizes that only its config has}
 }
 
 
+class Excluding(torch.nn.Linear):
+    """An output layer that excludes five tokens, as Chameleon's forward does."""
+
+    low = torch.finfo(torch.float32).min
+
+    def forward(self, x):
+        return super().forward(x).index_fill(-1, torch.arange(5, device=x.device), self.low)
+
+
 def tiny(family="gpt_neox", seed=0, vocabulary=61, layers=2, sharpness=4.0, context=128, **sizes):
     """A random model of 2 layers x 32. `sharpness` scales the output layer, so that its distributions are far from
     uniform and from another seed's. family: one of FAMILIES, or a type of model in transformers. sizes: of its

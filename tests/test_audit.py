@@ -183,6 +183,16 @@ def test_a_greedy_text_with_too_many_near_ties_is_not_the_targets(target):
     assert found["beyond"] > found["expected"] and found["places"]
 
 
+@pytest.mark.parametrize("low", [-1e4, torch.finfo(torch.float32).min, -torch.inf])
+def test_tokens_that_a_model_excludes_hide_no_mistake(target, low):
+    """Their logits are no measure of rounding."""
+    judge = Auditor(changed(target, lambda logits: logits.index_fill(-1, torch.arange(5), low)), None, UNIT)
+    prompts, texts = drawn(judge.target, GREEDY)
+    assert judge.greedy(prompts, texts, GREEDY)["beyond"] == 0
+    texts[2][5] = 10 if texts[2][5] != 10 else 11
+    assert judge.greedy(prompts, texts, GREEDY)["beyond"] >= 1
+
+
 @pytest.mark.parametrize("order", [False, True])
 def test_logits_that_are_not_finite_are_an_error_and_no_text_that_passes(target, order):
     """Those of the target, or of the draft that orders the vocabulary."""

@@ -153,9 +153,15 @@ def test_a_planted_mistake_is_seen(mistake, monkeypatch):
     assert max(gate.errors_of(windowed(), Ungated).values()) > 1e-2
 
 
+@pytest.mark.parametrize("low", [None, -1e4, torch.finfo(torch.float32).min, -torch.inf])
 @pytest.mark.parametrize("flawed", [Shifted, Stateful])
-def test_a_model_that_computes_a_block_otherwise_is_seen(flawed):
-    assert gate.errors_of(windowed(), flawed)[gate.BLOCKS] > 1e-2
+def test_a_model_that_computes_a_block_otherwise_is_seen(flawed, low, monkeypatch):
+    model = windowed()
+    if low is not None:
+        model.lm_head.__class__ = helpers.Excluding
+        monkeypatch.setattr(helpers.Excluding, "low", low)
+        assert max(gate.errors_of(model, Ungated).values()) < 1e-5
+    assert gate.errors_of(model, flawed)[gate.BLOCKS] > 1e-2
 
 
 def test_what_the_user_has_switched_on_does_not_matter(stored, monkeypatch):
