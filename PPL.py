@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -76,27 +76,25 @@ def calculate_ppl_spec(tokens: Sequence[int] | Tensor, target: Model, draft: Mod
 
 def perplexities(tokens: Sequence[int] | Tensor, target: Model, draft: Model | None = None) -> dict[str, float]:
     """The perplexity of one text for each role of `token_log_probs`."""
-    if len(tokens) < 2:
-        raise UserError("a text of fewer than two tokens has no perplexity")
-    check_context("text", len(tokens), target, draft)
-    check_vocabularies(*(model for model in (target, draft) if model is not None))
-    check_tokens(torch.as_tensor(tokens), target, draft)
-    log_probs = token_log_probs(torch.as_tensor(tokens), target, draft)
+    tokens = torch.as_tensor(tokens)
+    check_text(tokens, "text", len(tokens), target, draft)
+    log_probs = token_log_probs(tokens, target, draft)
     return {role: exp(-values.double().mean().item()) for role, values in log_probs.items()}
 
 
-def check_context(what: str, tokens: int, *models: Model | None) -> None:
-    """Raise UserError unless all models can read a text or window of so many tokens."""
-    context = min(model.context for model in models if model is not None)
-    if tokens > context:
-        raise UserError(f"the {what} of {tokens} tokens exceeds the models' context of {context}")
-
-
-def check_tokens(tokens: Tensor, *models: Model | None) -> None:
-    """Raise UserError unless all models know the tokens of a text: a tokenizer may have more, such as an image's."""
-    vocabulary, most = min(model.vocabulary for model in models if model is not None), int(tokens.max())
-    if most >= vocabulary:
-        raise UserError(f"the text contains token {most}, outside the models' vocabulary of {vocabulary}; remove it")
+def check_text(tokens: Tensor, what: str, length: int, target: Model, draft: Model | None) -> None:
+    """Raise UserError unless the models can read a text as a whole, or window by window. what: "text" or "window", of
+    which each has at most `length` tokens. A tokenizer may have tokens that the models lack, such as an image's."""
+    models = [target] if draft is None else [target, draft]
+    check_vocabularies(*models)
+    if len(tokens) < 2:
+        raise UserError("a text of fewer than two tokens has no perplexity")
+    context, most = min(model.context for model in models), int(tokens.max())
+    if length > context:
+        raise UserError(f"the {what} of {length} tokens exceeds the models' context of {context}")
+    if most >= target.vocabulary:
+        known = f"outside the models' vocabulary of {target.vocabulary}"
+        raise UserError(f"the text contains token {most}, {known}; remove it")
 
 
 def exp(nats: float) -> float:
@@ -118,9 +116,7 @@ class CorpusPerplexity:
     bytes: int = 0
 
     def __add__(self, other: CorpusPerplexity) -> CorpusPerplexity:
-        return CorpusPerplexity(
-            self.nll + other.nll, self.tokens + other.tokens, self.words + other.words, self.bytes + other.bytes
-        )
+        return CorpusPerplexity(*map(sum, zip(astuple(self), astuple(other))))
 
     @property
     def token_ppl(self) -> float:
@@ -156,11 +152,8 @@ def calculate_ppl_corpus(
     """
     if not 1 <= stride < window:
         raise UserError(f"the stride ({stride}) must be at least 1 and less than the window ({window})")
-    check_context("window", window, target, draft)
     tokens = torch.tensor(tokenizer(text, verbose=False)["input_ids"])
-    if len(tokens) < 2:
-        raise UserError("a text of fewer than two tokens has no perplexity")
-    check_tokens(tokens, target, draft)
+    check_text(tokens, "window", window, target, draft)
     size = {"words": len(text.split()), "bytes": len(text.encode())}
     pieces = windows(len(tokens), window, stride)
 

@@ -6,7 +6,9 @@ alpha: the acceptance rate. c: the cost of a draft step over that of a target fo
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Generator, Tensor
 
 from decoding.drafter import Guesses
 from decoding.rows import Rows
+from decoding.tree import Tree
 from decoding.treeRules import after_child
 from experiments.intervals import in_order, interval, sources, speedup, summarize, tested_and_passed
 from experiments.schema import BatchCostsLine, CostsLine, Line, Positions, QueueLine, TimedText, of_kind
@@ -36,11 +39,7 @@ def expected_chain(rates: Iterable[float]) -> float:
     """The expected tokens of a round of guesses one after the other: 1 + a_1 + a_1 a_2 + ..., where `rates` are a_1,
     a_2, ..., the acceptance of the guess at each position if all before it were accepted. Where all are alpha this is
     equation 1, (1 - alpha^(gamma + 1)) / (1 - alpha)."""
-    tokens = reach = 1.0
-    for rate in rates:
-        reach *= rate
-        tokens += reach
-    return tokens
+    return sum(accumulate(rates, operator.mul, initial=1.0))
 
 
 def expected_in_text(rates: Sequence[float], gamma: int, tokens: int) -> float:
@@ -109,14 +108,11 @@ def rounds_along(sampler: Sampler, prompts: Sequence[list[int]], **options: Any)
 def chances_on_path(guesses: Guesses, p: Tensor, last: int, row: int = 0) -> list[list[float]]:
     """`chances` of the children of each node on the accepted path of a round, from the root to `last`. p
     `[nodes + 1, V]`: the target's distribution after the root and after each guess of the row."""
-    parents: Sequence[int] = guesses.tree.parents if guesses.tree else range(guesses.drafts.shape[1])
-    path = [last]
-    while path[0]:
-        path.insert(0, parents[path[0] - 1])
-    children = [[i for i, parent in enumerate(parents) if parent == node] for node in path]  # in drafts and q
+    tree = guesses.tree or Tree.chain(guesses.drafts.shape[1])
+    children = {node: [child - 1 for child in tree.children[node]] for node in [0, *tree.path(last)]}  # in drafts and q
     return [
         chances(p[node], guesses.q[row, below], guesses.drafts[row, below]) if below else []
-        for node, below in zip(path, children)
+        for node, below in children.items()
     ]
 
 
