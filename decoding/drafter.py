@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from decoding.rows import Rows
@@ -67,12 +66,6 @@ class Guesses:
         depths = depths_of(self.tree, device) if self.tree else torch.arange(1, count + 1, device=device)
         within = depths <= upload(gammas, device)[:, None]
         return replace(self, q=self.q * within[..., None], limits=limits)
-
-    def widened(self, width: int) -> Guesses:
-        """The same guesses of chains in tensors of `width` columns. Where a row has no guess, q is 0."""
-        count = self.drafts.shape[1]
-        drafts, q = F.pad(self.drafts, (0, width - count)), F.pad(self.q, (0, 0, 0, width - count))
-        return Guesses(drafts, q, self.limits or [count] * len(drafts))
 
 
 # observer(rows, guesses, p, last): called after each round of a sampler, verified and not committed yet.

@@ -127,14 +127,12 @@ class Model(ABC):
         Neighbouring rows are read together.
         """
         self.reserve(rows.batch, rows.capacity + rows.spare)
-        logits = []
+        remembered = list(self.remembered) if len(rows.prompts) == 1 else []
+        known, logits = len(commonprefix([rows.prompts[0][:-1], remembered])), []
         for run in runs(rows.fresh):
             self.first_row = run[0]
             try:
                 lengths = [len(rows.prompts[rows.numbers[row]]) for row in run]
-                known = (
-                    len(commonprefix([rows.prompts[0][:-1], list(self.remembered)])) if len(rows.prompts) == 1 else 0
-                )
                 prompts = rows.padded_prompts(run).to(self.device)[:, known:]
                 logits.append(self.read_prompts(prompts, [length - known for length in lengths], known))
             finally:

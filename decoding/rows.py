@@ -289,9 +289,7 @@ class Rows:
         u = torch.zeros(len(counts), width, dtype=torch.float32, device=self.generator[0].device)
         for row, (count, ended) in enumerate(zip(counts, self.ended)):
             if count and not ended:
-                drawn = torch.rand(
-                    count, generator=self.generator[self.numbers[row]], device=u.device, dtype=torch.float32
-                )
+                drawn = uniform(count, device=u.device, generator=self.generator[self.numbers[row]])
                 u[row, :count] = drawn[:width]
                 if last:
                     u[row, -1] = drawn[-1]

@@ -11,6 +11,7 @@ A chain ends at its first rejection; a tree has a second candidate there (SpecIn
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,10 +111,8 @@ class Tree:
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """The nodes of each depth, from the root's level."""
-        return tuple(
-            tuple(node for node, depth_of_node in enumerate(self.depths) if depth_of_node == depth)
-            for depth in range(self.depth + 1)
-        )
+        groups = itertools.groupby(range(self.size + 1), self.depths.__getitem__)
+        return tuple(tuple(nodes) for _, nodes in groups)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

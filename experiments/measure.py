@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, cast
@@ -21,7 +21,7 @@ from experiments import sweep
 from experiments.loading import Inputs, LoadedModels
 from experiments.schema import FIGURES, Append, BatchCostsLine, Conditions, CostsLine, OverlapLine
 from experiments.settings import BATCHES
-from experiments.speed import Timed, Written, digest, ends_after, time_texts
+from experiments.speed import Timed, digest, ends_after, time_texts
 from experiments.theory import overlaps_of
 from inputs.commandLine import visible
 from inputs.progress import Bar, followed
@@ -118,15 +118,14 @@ def time_group(
 def as_timed(sampler: Sampler, max_len: int, sampling: Sampling) -> Timed:
     """A sampler as `speed.time_texts` calls it. No token ends a text: all have `max_len`, so that methods are compared
     on texts of one length."""
-
-    def method(
-        prompts: Sequence[list[int]], generators: Sequence[Generator], batch: int, first: int | None = None
-    ) -> Written:
-        ends = None if first is None else ends_after(first, batch)
-        options: dict[str, Any] = {"max_len": max_len, "sampling": sampling, "batch": batch}
-        return sampler(prompts, end_of_text=ends, generator=list(generators), **options)
-
-    return method
+    return lambda prompts, generators, batch, first=None: sampler(
+        prompts,
+        max_len=max_len,
+        sampling=sampling,
+        end_of_text=None if first is None else ends_after(first, batch),
+        generator=generators,
+        batch=batch,
+    )
 
 
 def ngrams(text: str, n: int) -> Counter[tuple[str, ...]]:

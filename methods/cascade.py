@@ -82,9 +82,8 @@ class CascadeDrafter(DrafterWithModel):
             return no_guesses(rows, self.model.vocabulary)
         self.drafter.rewind(self.behind)
         self.inner.sync(rows, gammas, self.unread(most))
-        q = torch.zeros(
-            rows.size, most + 1, self.model.vocabulary, dtype=torch.float32, device=rows.device
-        )  # one to spare
+        shape = rows.size, most + 1, self.model.vocabulary  # one to spare
+        q = torch.zeros(shape, dtype=torch.float32, device=rows.device)
         while not all(self.inner.ended):
             first = self.inner.lengths - rows.lengths
             p, accepted = specSampling.advance(self.inner, self.model, self.drafter, self.length, sampling, self.verify)

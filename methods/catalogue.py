@@ -41,11 +41,6 @@ def no_clock(decoding: Decoding) -> bool:
     return decoding.draft_length != "costAware" and decoding.tree != "auto"
 
 
-def fixed_tree(decoding: Decoding) -> bool:
-    """Whether the tree has a fixed shape, so that tokens are repeatable; without --tree it is auto."""
-    return decoding.tree not in (None, "auto")
-
-
 @dataclass(frozen=True)
 class Method:
     """One decoding method.
@@ -88,7 +83,9 @@ SPEED = "speed", "speedNew", "speedMulti"
 QUICK = "quick"  # among the methods of --lossless: no mistakes are planted
 baseline = partial(Method, guesses=False)
 alone = partial(baseline, lossless=False, in_all=())
-tree_method = partial(Method, needs=(Role.DRAFT,), grows_trees=True, seeded=fixed_tree)
+tree_method = partial(  # Without --tree it is auto.
+    Method, needs=(Role.DRAFT,), grows_trees=True, seeded=lambda decoding: decoding.tree not in (None, "auto")
+)
 contrast = partial(Method, needs=(Role.EXPERT,), lossless=False, modes=("contrastive", "diversity"))
 
 

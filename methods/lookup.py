@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 
 from decoding.drafter import Drafter, Guesses, LengthRule, no_guesses
 from decoding.rows import Rows
@@ -109,9 +110,9 @@ class LookupDrafter(Drafter):
             guesses.append([] if ended else self.known[number].guesses(text, gamma, self.worth))
         return guesses
 
-    def guesses(self, rows: Rows, tokens: Sequence[Sequence[int]]) -> Guesses:
-        """The guesses of each row as tensors."""
-        width = max(map(len, tokens))
+    def guesses(self, rows: Rows, tokens: Sequence[Sequence[int]], least: int = 0) -> Guesses:
+        """The guesses of each row as tensors, which have `least` columns or more."""
+        width = max(least, *map(len, tokens))
         if width == 0:
             return no_guesses(rows, self.vocabulary)
         padded = upload([[*row, *[-1] * (width - len(row))] for row in tokens], rows.device)
@@ -168,11 +169,11 @@ class LookupFirst(Drafter):
         if not any(tokens):
             return drafted
         is_looked_up = upload(list(map(bool, tokens)), rows.device)[:, None]
-        looked_up = self.lookup.guesses(rows, tokens)
-        width = max(looked_up.drafts.shape[1], drafted.drafts.shape[1])
-        looked_up, drafted = looked_up.widened(width), drafted.widened(width)
+        count = drafted.drafts.shape[1]
+        looked_up = self.lookup.guesses(rows, tokens, least=count)
+        more = looked_up.drafts.shape[1] - count
         return Guesses(
-            torch.where(is_looked_up, looked_up.drafts, drafted.drafts),
-            torch.where(is_looked_up[..., None], looked_up.q, drafted.q),
-            [len(guesses) or limit for guesses, limit in zip(tokens, drafted.limits or others)],
+            torch.where(is_looked_up, looked_up.drafts, F.pad(drafted.drafts, (0, more))),
+            torch.where(is_looked_up[..., None], looked_up.q, F.pad(drafted.q, (0, 0, 0, more))),
+            [len(guesses) or limit for guesses, limit in zip(tokens, drafted.limits or [count] * rows.size)],
         )
