@@ -220,47 +220,30 @@ def test_one_wrong_value_among_right_flags_in_any_order_is_one_line(script, seed
     script.refuses(*itertools.chain(*words))
 
 
-CLASHES = """
---speed 0 --ppl 0 | --rerun 1 --gamma 3 | --rerun 1 --show
---draft lookup --ppl | --draft lookup --contrastive | --draft lookup --compare contrastive
---draft lookup --speedMulti | --draft lookup --sweep --diversity | --draft lookup --draftTemperature 0.5
---draft lookup --draftTop_p 1 | --draft lookup --lookupFirst
---draft self --draftDevice cpu | --draft self --mid m | --draft self --draftVocab 9 | --draft self --contrastive
---draft self --diversity | --draft self --compare contrastive | --draft self --show --contrastive
---draft self --speedMulti | --draft head | --target head | --target self | --target self --draft self
---head h --draft head --contrastive | --head h --draft head --compare contrastive
---head h --draft head --compare speculativeNoCache | --head h --draft head --diversity | --target lookup
---draftBits 7 | --draftBits 5 | --draftBits 5 --draft lookup | --draftBits 5 --compare block
---draftVocab 9 --ppl | --draftVocab 9 --draft lookup | --draftVocab 9 --contrastive | --draftVocab 9 --diversity
---draftVocab 9 --compare contrastive | --draftVocab 9 --show --contrastive
---compare cascade | --compare mid | --compare tree --tree 2,1 --gamma 3
---tree auto --draftLength additive | --tree auto --sweep | --speedMulti
---speed 0 --draft lookup | --speed 0 --prompts sample | --show --steps | --html x.html --steps | --chat --steps
---steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1 | --sweep batch --promptLen 8 9
---compare llama.cpp --texts . --promptLen 8 9
---steps --promptLen 8 9 | --show --promptLen 8 9 | --html x.html --promptLen 8 9 | --steps --ppl --promptLen 8 9
---sweep --compare all --temperature 0.5 1 | --sweep --diversity --temperature 0.5 1
---show --speed | --show --ppl | --show --sweep | --html x.html --compare all
---show --diversity | --show --speedMulti | --show --speedNew --contrastive
---mid lookup --speedMulti
---lossless --speed | --lossless --show | --lossless --compare all
---audit x --lossless | --audit x --speed | --audit x --tokens 5 | --writtenIn float32 | --writtenIn float32 --lossless
---tokens 100 --speed | --prompt a --question b
---question a --question b | --question a --question b --compare all
---prompt a --promptFile b | --prompt a --prompts sample | --question a --prompts sample
---promptFile a --prompts sample
---prompts sample --ppl | --prompts sample --speed 0 --ppl | --prompts sample --speed --diversity
---prompts sample --lossless | --prompts sample --audit x | --prompts sample --show | --prompts sample --html x.html
---prompts nowhere --speed
---temperature 0.5 1 | --temperature 0.5 1 --compare all --diversity | --sweep --temperature 1 -1 | --promptLen 5 0
---gamma 0 | --gamma 1001 | --gamma1 0 | --gamma2 1001 | --draftThreshold 1.1 | --plausibility -0.1 | --top_p 1.1
---top_k -1 | --maxLen 0 | --batch 0 | --seed -1 | --seed 4611686018427387904 | --stride 0 | --window 1
---verification x | --dtype int8 | --stride 64 --window 64 | --steps --batch 2 | --stride 65 --window 64
---ppl --window 64 --stride 512 | --show --out x | --html x.html --out y | --chat --out x
---show --contrastive --top_p 0.5 | --lossless --repeats 2 | --steps --repeats 2 | --steps --maxLen 9
---steps --sentences 2 | --steps --verification block | --steps --acceptance 0.5
---audit x --draft d --verification block | --audit x --draft d --tree 2,1 --treeRule topDown
---audit x --temperature 0 --gamma 3 | --audit x --temperature 0 --batch 3 | --diversity --temperature 0 --repeats 2
+CLASHES = f"""
+--speed 0 --ppl 0 | --rerun 1 --gamma 3 | --draft lookup --ppl | --draft lookup --contrastive
+--draft lookup --sweep --diversity | --draft lookup --draftTemperature 0.5 | --draft lookup --draftTop_p 1
+--draft lookup --lookupFirst | --draft self --draftDevice cpu | --draft self --mid m | --draft self --draftVocab 9
+--draft self --diversity | --draft self --show --contrastive | --draft head | --target head | --target self
+--head h --draft head --compare contrastive | --head h --draft head --compare speculativeNoCache | --target lookup
+--draftBits 5 | --draftBits 5 --compare block | --draftVocab 9 --ppl | --draftVocab 9 --draft lookup
+--draftVocab 9 --contrastive | --compare cascade | --compare mid | --compare tree --tree 2,1 --gamma 3
+--tree auto --draftLength additive | --tree auto --sweep | --speedMulti | --speed 0 --draft lookup
+--speed 0 --prompts sample | --show --steps | --steps --repetition_penalty 1.2 | --sweep batch --temperature 0 1
+--sweep batch --promptLen 8 9 | --compare llama.cpp --texts . --promptLen 8 9 | --steps --promptLen 8 9
+--show --promptLen 8 9 | --sweep --compare all --temperature 0.5 1 | --show --speed | --show --ppl | --show --sweep
+--html x.html --compare all | --show --diversity | --show --speedMulti | --show --speedNew --contrastive
+--mid lookup --speedMulti | --lossless --speed | --lossless --compare all | --audit {__file__} --lossless
+--audit {__file__} --speed | --audit {__file__} --tokens 5 | --writtenIn float32 | --tokens 100 --speed
+--prompt a --question b | --question a --question b | --prompt a --promptFile b | --prompt a --prompts sample
+--question a --prompts sample | --promptFile a --prompts sample | --prompts sample --ppl
+--prompts sample --speed --diversity | --prompts sample --lossless | --prompts sample --audit {__file__}
+--prompts sample --show | --temperature 0.5 1 | --stride 64 --window 64 | --steps --batch 2
+--ppl --window 64 --stride 512 | --show --out x | --chat --out x | --show --contrastive --top_p 0.5
+--lossless --repeats 2 | --steps --repeats 2 | --steps --maxLen 9 | --steps --sentences 2
+--steps --verification block | --steps --acceptance 0.5 | --audit {__file__} --draft d --verification block
+--audit {__file__} --draft d --tree 2,1 --treeRule topDown | --audit {__file__} --temperature 0 --gamma 3
+--audit {__file__} --temperature 0 --batch 3 | --diversity --temperature 0 --repeats 2
 """
 
 
