@@ -124,16 +124,13 @@ class Forgetful(UncachedModel):
         return logits
 
 
-@pytest.mark.parametrize(
-    "kind, verify, least, most",
-    [(UncachedModel, token_rule, 0, 1e-6), (UncachedModel, always_accept, 1e-2, 2), (Forgetful, token_rule, 1e-3, 2)],
-)
-def test_so_they_have_without_a_kv_cache(kind, verify, least, most):
+@pytest.mark.parametrize("kind, least, most", [(UncachedModel, 0, 1e-6), (Forgetful, 1e-3, 2)])
+def test_so_they_have_without_a_kv_cache(kind, least, most):
     """The very loops of the other methods, with models that read the whole text in each forward."""
     target, draft = map(kind, small(2, 3))
 
     def speculative(prefixes):
-        return specSampling(prefixes, target, ModelDrafter(draft), 3, 3, FREE, verify=verify)[0]
+        return specSampling(prefixes, target, ModelDrafter(draft), 3, 3, FREE)[0]
 
     assert least <= largest_error(speculative, target.model, 3) < most
     if not least:

@@ -69,17 +69,3 @@ def test_the_speculative_form_is_distributed_as_the_plain_one(verify):
     """The planted mistake: it verifies against the expert alone, as plain speculative decoding does."""
     assert error(verify=verify) < 1e-6
     assert error(length=3, verify=verify, expert_alone=True) > 1e-2
-
-
-def test_a_bonus_token_from_the_expert_alone_is_caught(monkeypatch):
-    """What an implementation is tempted to do, which has no amateur's distribution after the last guess."""
-    right = Contrast.forward
-
-    def forward(self, tokens, positions):
-        scores = right(self, tokens, positions)
-        if tokens.shape[1] == 2:
-            scores[:, -1] = self.expert.forward(tokens, positions)[:, -1, : self.vocabulary]
-        return scores
-
-    monkeypatch.setattr(Contrast, "forward", forward)
-    assert error(gamma=1, length=3) > 1e-3

@@ -1,4 +1,4 @@
-"""How guesses come about. That no drafter shows in the output is in test_methods.py, what it reads in
+"""How guesses come about. That no drafter shows in the output is in test_catalogue.py, what it reads in
 test_cachedModel.py."""
 
 from collections import Counter

@@ -19,7 +19,7 @@ import accelerate.state  # noqa: F401 - so that no fork has to import it
 import psutil
 import pytest
 from conftest import ROOT, few_mistakes, lines_of, prompted, refused
-from helpers import wait_for
+from helpers import FULL, wait_for
 
 from experiments import processes as sharing
 from experiments.prepare import load_inputs
@@ -262,14 +262,11 @@ def test_what_one_process_cannot_do_is_said_by_process_0(cli, flags, tmp_path, m
     assert "process 1 of 2: no room for the models" in logs[0].read_text() and logs[1].read_text() == ""
 
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes"]
-full = pytest.mark.skipif(not os.environ.get("FULL"), reason="more imports of torch; FULL=1 asks for it")
-
-
-@full
+@pytest.mark.skipif(not FULL, reason="more imports of torch; FULL=1 asks for it")
 def test_a_death_under_accelerate_is_one_line_of_process_0_and_its_report(flags, tmp_path):
-    work = [ROOT / "test.py", *flags, "--compare", "block", "--repeats", "10000", "--device", "cpu", "--out", tmp_path]
-    launcher = subprocess.Popen([*LAUNCH, "3", *map(str, work)], stderr=subprocess.PIPE, text=True)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", 3, ROOT / "test.py"]
+    work = [*launch, *flags, "--compare", "block", "--repeats", 10000, "--device", "cpu", "--out", tmp_path]
+    launcher = subprocess.Popen(list(map(str, work)), stderr=subprocess.PIPE, text=True)
     wait_for(lambda: lines_of(tmp_path)[1:], 120)
     victim = next(child for child in psutil.Process(launcher.pid).children() if child.environ().get("RANK") == "2")
     victim.kill()
