@@ -112,7 +112,7 @@ def measure_all(inputs: Inputs, models: LoadedModels, append: Append) -> None:
         audit(inputs, models, append)
     if inputs.scores_others:
         models.clear()
-        models = inputs.load_as_timed(inputs.text_dtype, batches=False, roles=SCORED)
+        models = inputs.load_as_timed(inputs.text_dtype, SCORED)
     if measuring.diversity:
         measure_diversity(inputs, models, append)
     measure_perplexity(inputs, models, append)

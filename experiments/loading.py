@@ -129,9 +129,9 @@ class Inputs:
         """Whether a text ends at this token: the `end_of_text` of `Rows`."""
         return token in self.end_tokens
 
-    def load(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
-        """Load the models in `dtype`. batches: whether texts will be decoded in batches. roles: None for all."""
-        models, caches = {}, self.caches(dtype) if batches else {}
+    def load(self, dtype: str, roles: Container[str] | None = None) -> LoadedModels:
+        """Load the models in `dtype`. roles: of those that will score texts, and decode no batch; None: all."""
+        models, caches = {}, {} if roles else self.caches(dtype)
         self.copies, self.library = None, {}  # Those of models that were loaded before take memory.
         for role, folder in self.in_order(roles):
             device, spread = self.device_of(role), self.spread(role, dtype)
@@ -154,7 +154,7 @@ class Inputs:
             models["restricted"] = RestrictedModel(models["draft"], self.translation.draft)
         return models
 
-    def in_order(self, roles: Container[str] | None = None) -> list[tuple[str, Path]]:
+    def in_order(self, roles: Container[str] | None) -> list[tuple[str, Path]]:
         """(role, folder) in the order of loading: the target, which may be spread, takes what the others leave."""
         chosen = [(role, folder) for role, folder in self.folders.items() if roles is None or role in roles]
         return sorted(chosen, key=lambda pair: pair[0] == "target")
@@ -168,9 +168,9 @@ class Inputs:
         untimed = dtype == self.text_dtype != self.dtype and not self.roles_of("self") | self.roles_of("head")
         return [device, "cpu"] if untimed and role == "target" and device.startswith("cuda") else []
 
-    def check_memory(self, dtype: str, batches: bool, roles: Container[str] | None = None) -> None:
-        """Raise UserError unless the models would fit in `dtype`, now that none is loaded."""
-        caches, taken = Counter(self.caches(dtype) if batches else {}), Counter[str]()
+    def check_memory(self, dtype: str, roles: Container[str] | None = None) -> None:
+        """Raise UserError unless the models would fit in `dtype`, now that none is loaded. roles: as for `load`."""
+        caches, taken = Counter({} if roles else self.caches(dtype)), Counter[str]()
         for role, folder in self.in_order(roles):
             device, spread = self.device_of(role), self.spread(role, dtype)
             if role == "target" and self.roles_of("self"):  # Its copy has a byte for each weight.
@@ -191,9 +191,9 @@ class Inputs:
             sizes[device] += cache_bytes(read_config(folder).get_text_config(), slots, DTYPES[kept_as])
         return sizes
 
-    def load_as_timed(self, dtype: str, batches: bool = True, roles: Container[str] | None = None) -> LoadedModels:
+    def load_as_timed(self, dtype: str, roles: Container[str] | None = None) -> LoadedModels:
         """`load`, and compile the models if the flags say so."""
-        return self.as_timed(self.load(dtype, batches, roles), dtype, roles is None)
+        return self.as_timed(self.load(dtype, roles), dtype, roles is None)
 
     def as_timed(self, models: LoadedModels, dtype: str, are_all: bool = True) -> LoadedModels:
         """The models that `load` returned, compiled if the flags say so. are_all: those of all roles."""
@@ -244,9 +244,9 @@ class Inputs:
             size = gigabytes(sum(self.caches(dtype).values()))
             print(f"The KV caches of {self.settings.rows} texts take {size}.")
         for used in {dtype, self.dtype} if measuring.lossless else {dtype}:
-            self.check_memory(used, batches=True)
+            self.check_memory(used)
         if self.scores_others:
-            self.check_memory(self.text_dtype, batches=False, roles=SCORED)
+            self.check_memory(self.text_dtype, SCORED)
         models = self.load_as_timed(dtype)
         if self.copies is not None:
             bits, target = self.settings.models.bits or 0, models["target"]
@@ -263,7 +263,7 @@ class Inputs:
         turns after them. So every method continues the same prompts."""
         settings, tokenizer = self.settings, self.tokenizer
         sampling, max_len = settings.sampling.of(ANSWERS), settings.sampling.max_len_of(ANSWERS)
-        sampler = build(["target"], dict(models), settings.decoding)["target"]
+        sampler = build(["target"], models, settings.decoding)["target"]
         answer = partial(sampler, max_len=max_len, sampling=sampling, end_of_text=self.ends)
 
         def converse(number: int) -> list[list[int]]:

@@ -44,13 +44,12 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
         sampling = choice.of(mode, temperature)
         conditions = inputs.conditions_of(mode, length, sampling)
         max_len = conditions["maxLen"]
-        samplers = build(names, dict(models), decoding)
         if mode == "sweep":
-            target, verify = models["target"], rule_of(dict(models), decoding)
-            drafter, in_batches = guesser(dict(models), decoding), measuring.sweep == "batch"
-            cells = sweep.samplers(target, drafter, verify, in_batches)
+            target, verify = models["target"], rule_of(models, decoding)
+            drafter, in_batches = guesser(models, decoding), measuring.sweep == "batch"
+            samplers = sweep.samplers(target, drafter, verify, in_batches)
             if in_batches:
-                methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in cells.items()}
+                methods = {name: as_timed(sampler, max_len, sampling) for name, sampler in samplers.items()}
                 for batch in BATCHES:
                     costs = sweep.step_costs(prompts[0], target, drafter, sampling, max(sweep.BATCH_GAMMAS), batch)
                     costs |= {"kind": "costs", "of": "batch", **conditions, "batch": batch}
@@ -61,11 +60,12 @@ def measure_speed(inputs: Inputs, models: LoadedModels, mode: str, append: Appen
             # The costs from which theory predicts speed.
             costs = sweep.sweep_costs(inputs, prompts, target, drafter, verify, sampling, max_len)
             append(cast(CostsLine, {"kind": "costs", "of": "sweep", **conditions, **costs}))
-            samplers = cells
+        else:
+            samplers = build(names, models, decoding)
         if mode == "compare" and decoding.acceptance is None:
             # The overlaps of p and q at each depth of a round, of methods that learn nothing for the timed texts.
             guessing = [name for name in names if METHODS[name].lossless and METHODS[name].guesses]
-            untimed = build(guessing, dict(models), decoding).items()
+            untimed = build(guessing, models, decoding).items()
             for name, sampler in followed(untimed, "overlap of p and q", len(untimed)):
                 figures = overlaps_of(sampler, prompts, inputs.device, sampling, max_len, seed, spread)
                 append(cast(OverlapLine, {"kind": "costs", "of": "overlap", **conditions, "method": name, **figures}))
@@ -172,7 +172,7 @@ def measure_diversity(inputs: Inputs, models: LoadedModels, append: Append) -> N
     """Texts of each method and their diversity: several of each prompt if the method draws, else one."""
     settings, tokenizer, prompts = inputs.settings, inputs.tokenizer, inputs.article
     sampling, max_len = settings.sampling.of("diversity"), settings.sampling.max_len_of("diversity")
-    samplers = build(settings.measuring.groups["diversity"], dict(models), settings.decoding)
+    samplers = build(settings.measuring.groups["diversity"], models, settings.decoding)
     target, repeats = samplers.pop("target"), settings.measuring.repeats_of("diversity")
     runs = {"naive": (target, sampling)}
     of_scores = settings.decoding.sampling_of_scores

@@ -85,7 +85,9 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
         encode_scored(inputs, corpora, shortest)
     if measuring.audit:
         inputs.audited = read_texts(measuring.audit, tokenizer, shortest)
-        slots = tokens_of_audit(inputs, shortest.context)
+        # Along so many tokens a method guesses at a time: each row has room for the longest prompt and text.
+        longest = max(len(text.prompt) for text in inputs.audited) + max(len(text.tokens) for text in inputs.audited)
+        slots = min(inputs.settings.rows, len(inputs.audited)) * min(longest, shortest.context)
     inputs.tokens = max(slots, chosen.window if inputs.texts else 0)
     inputs.slots = slots if inputs.settings.rows > 1 else 0
     if settings.models.draft_vocab:
@@ -280,10 +282,3 @@ def tokens_of_batch(
             raise UserError(f"--prompts {settings.texts.prompts}, line {question.line}{after}: {error}") from None
         most = max(most, settings.rows * (max_len_of(mode) + max(map(len, read))))
     return most
-
-
-def tokens_of_audit(inputs: Inputs, context: int) -> int:
-    """The most tokens along which a method guesses at a time. Each row has room for the longest prompt and text."""
-    prompts, texts = ([getattr(text, part) for text in inputs.audited] for part in ("prompt", "tokens"))
-    length = max(map(len, prompts)) + max(map(len, texts))
-    return min(inputs.settings.rows, len(inputs.audited)) * min(length, context)

@@ -107,7 +107,7 @@ def parameters_of(rule: str) -> Mapping[str, inspect.Parameter]:
 # A method with its models, called as `specSampling` without target and drafter. One that guesses nothing takes no
 # observer.
 Sampler = Callable[..., tuple[list[list[int]], list[Record]]]
-Models = dict[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
+Models = Mapping[str, Model]  # {role: model}; roles: target, draft, mid, restricted, self (the target's copy), head
 Maker = Callable[[Models, Decoding], Sampler]
 DrafterMaker = Callable[[Models, Decoding], Drafter]
 
@@ -214,5 +214,5 @@ def without_cache(models: Models, decoding: Decoding, make: Maker) -> Sampler:
 def contrastive(models: Models, decoding: Decoding, make: Maker) -> Sampler:
     """Contrastive decoding. It has its own temperature, 0 in the paper, and ignores the other sampling flags."""
     contrast = Contrast(models["target"], models["draft"], decoding.plausibility, decoding.amateur_temperature)
-    sampler, of_scores = make(models | {"target": contrast}, decoding), decoding.sampling_of_scores
+    sampler, of_scores = make({**models, "target": contrast}, decoding), decoding.sampling_of_scores
     return lambda prefixes, sampling, **options: sampler(prefixes, sampling=of_scores, **options)

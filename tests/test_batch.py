@@ -333,7 +333,7 @@ def test_compiling_beside_generate_and_a_draft_with_another_tokenizer_take_more(
     monkeypatch.setattr(loaded, "choose_devices", lambda *given: taken.append(given[7]))
     for compiles, method in itertools.product([[], ["--compile"]], ["fixed", "generate"]):
         inputs = load_inputs(parse([*flags, "--compare", method, *compiles]))
-        inputs.check_memory("float32", batches=False)
+        inputs.check_memory("float32")
     draft, target = (loading.weight_bytes(inputs.folders[role], torch.float32) for role in roles)
     assert taken == [0, draft] * 3 + [draft, 2 * draft + target]
     inputs.slots = 40
