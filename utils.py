@@ -183,6 +183,11 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(total > 0, left.div_(total), p)
 
 
+def at_place(x: Tensor, place: Tensor) -> Tensor:
+    """`x[B, n, V]` at one place of each row: int64 `place[B]` -> `[B, V]`."""
+    return x.gather(1, place[:, None, None].expand(-1, 1, x.shape[-1]))[:, 0]
+
+
 def seen_after(seen: Tensor | None, block: Tensor) -> Tensor | None:
     """The tokens in the text after each token of a block: `seen[B, V]` before it, `block[B, n]` -> `[B, n, V]` bool.
     None stays None."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from decoding.tree import Places, Tree, columns, seen_after_nodes, siblings
-from utils import Sampling, pick, probabilities, seen_after, upload
+from utils import Sampling, at_place, pick, probabilities, seen_after, upload
 
 if TYPE_CHECKING:
     from decoding.drafter import Guesses
@@ -94,14 +94,12 @@ class Model(ABC):
         """Logits after each of `tokens[B, n]`, read from the start without the KV cache: float32 `[B, n, V]`."""
         raise TypeError(f"{self.name} reads no text without its KV cache")
 
-    # What comes after a forward. Arguments and results are those of the functions of the same names.
+    # What comes after a forward. Arguments and results are those of the functions of these names (utils.py, tree.py).
 
     def probabilities(self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None) -> Tensor:
-        """`utils.probabilities`."""
         return probabilities(logits, sampling, seen)
 
     def pick(self, probs: Tensor, u: Tensor) -> Tensor:
-        """`utils.pick`."""
         return pick(probs, u)
 
     def sample(
@@ -112,7 +110,6 @@ class Model(ABC):
         return self.pick(probs, u), probs
 
     def siblings(self, q: Tensor, u: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """`decoding.tree.siblings`."""
         return siblings(q, u, counts)
 
     def rule(self, verify: Rule) -> Rule:
@@ -149,7 +146,7 @@ class Model(ABC):
         which = upload([ends.index(length) for length in lengths], self.device)
         positions = torch.arange(first, first + prompts.shape[1], device=self.device).expand_as(prompts)
         logits = self.forward(prompts, positions, keep=upload([end - 1 for end in ends], self.device))
-        return logits.gather(1, which[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
+        return at_place(logits, which)
 
     def first_token(self, rows: Rows, sampling: Sampling) -> None:
         """Prefill the fresh rows, draw the token after each prompt and commit it."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from decoding.tree import Tree
-from utils import pick
+from utils import at_place, pick
 
 # verify(p, q, drafts, u, tree) -> (accepted, path, token), see `traversal_rule`.
 TreeRule = Callable[[Tensor, Tensor, Tensor, Tensor, Tree], tuple[Tensor, Tensor, Tensor]]
@@ -44,12 +44,7 @@ def traversal_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) 
     accepted path.
     """
     masses, weights, _ = judge(p, q, drafts, tree, carried=True)
-    passed = u[:, :-1] < weights[:, 1:]
-    route = torch.ones_like(drafts[:, 0])  # the nodes of the path, as bits
-    for node in reversed(list(in_postorder(tree))):
-        if node:
-            route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
-    return take_path(p, masses, route, u[:, -1], tree)
+    return take_path(p, masses, first_in_postorder(u[:, :-1] < weights[:, 1:], tree), u[:, -1], tree)
 
 
 def top_down_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,10 +73,10 @@ def take_path(p: Tensor, masses: Tensor, route: Tensor, u: Tensor, tree: Tree) -
     """The results of a rule. p: as in `traversal_rule`. masses: of `judge`. route: int64 `[B]`, the ancestors of the
     last accepted node as in `Tree.ancestors`. u: `[B]`, the uniform numbers for the token."""
     accepted, path = path_of(route, tree)
-    at = path.amax(1)[:, None, None].expand(-1, 1, p.shape[-1])
-    left = masses.gather(1, at)[:, 0]
+    at = path.amax(1)
+    left = at_place(masses, at)
     # Nothing is left where p equals q up to rounding. Any token is right then, but there must be one.
-    left = torch.where(left.sum(-1, keepdim=True) > 0, left, p.gather(1, at)[:, 0])
+    left = torch.where(left.sum(-1, keepdim=True) > 0, left, at_place(p, at))
     return accepted, path, pick(left, u)
 
 
@@ -94,6 +89,14 @@ def path_of(route: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     column = torch.where(is_on_path > 0, is_on_path.cumsum(1) - 1, tree.depth)
     path = route.new_zeros(len(route), tree.depth + 1).scatter(1, column, is_on_path * nodes)
     return is_on_path.sum(1), path[:, : tree.depth]
+
+
+def first_in_postorder(passed: Tensor, tree: Tree) -> Tensor:
+    """The route to the first node that passes, each visited after its children: `passed[B, n]` -> int64 `[B]`."""
+    route = torch.ones_like(passed[:, 0], dtype=torch.long)
+    for node in reversed(list(in_postorder(tree))[:-1]):  # All but the root. The first one that passes is written last.
+        route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
+    return route
 
 
 def first_passed(passed: Tensor, tree: Tree) -> Tensor:

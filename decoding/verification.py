@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from utils import pick, residual
+from utils import at_place, pick, residual
 
 # verify(p, q, drafts, u) -> (accepted, token), see `token_rule`.
 VerificationRule = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -54,8 +54,7 @@ def token_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     accepted = passed.long().cumprod(1).sum(1)
     # Past the last draft q is 0, and the residual there is p itself: the bonus token is no special case.
     q = F.pad(q, (0, 0, 0, 1))
-    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    return accepted, pick(residual(p.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), u[:, -1])
+    return accepted, pick(residual(at_place(p, accepted), at_place(q, accepted)), u[:, -1])
 
 
 def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,8 +78,7 @@ def block_rule(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> tuple[Tensor,
     passed = (u[:, :-1] < h[:, 1:]) & (q_x > 0)
     order = torch.arange(1, drafts.shape[1] + 1, device=p.device)
     accepted = F.pad(passed * order, (1, 0)).amax(1)
-    at = accepted[:, None, None].expand(-1, 1, p.shape[-1])
-    return accepted, pick(residual(weighted.gather(1, at)[:, 0], q.gather(1, at)[:, 0]), u[:, -1])
+    return accepted, pick(residual(at_place(weighted, accepted), at_place(q, accepted)), u[:, -1])
 
 
 @functools.cache  # The same arguments give the same rule: an engine may have recorded its work.

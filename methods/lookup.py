@@ -150,17 +150,13 @@ class LookupFirst(Drafter):
     def draft(self, rows: Rows, gammas: Sequence[int], sampling: Sampling, length: LengthRule | None = None) -> Guesses:
         tokens = self.lookup.find(rows, gammas)
         others = [0 if guesses or ended else gamma for guesses, ended, gamma in zip(tokens, rows.ended, gammas)]
-        # How many of the last tokens `drafter` must read: at least two, as in any round.
-        unread = []
-        for number, text in zip(rows.numbers, rows.texts):
-            # If it guessed for this text last round, it has read all but its last guess and the target's token.
-            most = len(text) - 2 - self.replaced
-            unread.append(len(text) - min(self.read.get(number, most), most))
+        # How many of the last tokens `drafter` must read: at least two, as in any round. If it guessed for a text last
+        # round, it has read all but its last guess and the target's token.
+        texts, least = list(zip(rows.numbers, rows.texts)), 2 + self.replaced
+        unread = [max(least, len(text) - self.read.get(number, len(text))) for number, text in texts]
         missed = max((count for count, gamma in zip(unread, others) if gamma), default=0)
-        for number, text, count, gamma in zip(rows.numbers, rows.texts, unread, others):
-            self.read[number] = len(text) - (0 if count <= missed else count)
-            if gamma:
-                del self.read[number]
+        not_asked = [(*text, count) for text, count, gamma in zip(texts, unread, others) if not gamma]
+        self.read = {number: len(text) - (0 if count <= missed else count) for number, text, count in not_asked}
         self.replaced = 0
         if not any(others):
             return self.lookup.guesses(rows, tokens)

@@ -7,19 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from decoding.verification import block_rule, token_rule
-from lossless.mistakes import after, always_accept, p_shifted, replace_from_p  # noqa: F401 - used by the tests
-from utils import pick, residual
-
-
-def bonus_from_q(p, q, drafts, u):
-    """The bonus token is drawn from the last q, not from p."""
-    accepted, token = token_rule(p, q, drafts, u)
-    return accepted, torch.where(accepted == drafts.shape[1], pick(q[:, -1], u[:, -1]), token) if len(q[0]) else token
-
-
-def q_shifted(p, q, drafts, u):
-    """p of each guess is compared with q of the place before it."""
-    return token_rule(p, q.roll(1, 1), drafts, u)
+from lossless.mistakes import always_accept, p_shifted, replace_from_p, unverified_last  # noqa: F401 - for tests
+from utils import at_place, pick, residual
 
 
 def drop_the_unsure(p, q, drafts, u):
@@ -34,10 +23,10 @@ def block_without_what_may_follow(p, q, drafts, u):
     w = (p_x / q_x).cumprod(1).clamp(max=1) if drafts.shape[1] else p_x
     stands = u[:, :-1] < w
     accepted = F.pad(stands * torch.arange(1, drafts.shape[1] + 1), (1, 0)).amax(1)
-    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+    return accepted, pick(residual(at_place(p, accepted), at_place(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
 
 
 def block_without_the_weights(p, q, drafts, u):
     """Draws the token after the accepted part from norm(max(0, p - q)) instead of norm(max(0, w p - q))."""
     accepted, _ = block_rule(p, q, drafts, u)
-    return accepted, pick(residual(after(p, accepted), after(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+    return accepted, pick(residual(at_place(p, accepted), at_place(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])

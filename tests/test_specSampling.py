@@ -7,7 +7,7 @@ import helpers
 import pytest
 import torch
 from helpers import DRAWS, FULL
-from mistakes import always_accept, bonus_from_q, p_shifted, replace_from_p
+from mistakes import always_accept, p_shifted, replace_from_p, unverified_last
 from outcomes import FREE, largest_error, small, speculative_error
 
 from decoding.rows import Record, Rows
@@ -104,7 +104,7 @@ def positions_off_by_one_in_the_target(patch):
 @pytest.mark.parametrize(
     "mistake, options",
     [
-        *((None, {"gamma": 1, "verify": rule}) for rule in (always_accept, replace_from_p, bonus_from_q, p_shifted)),
+        *((None, {"gamma": 1, "verify": rule}) for rule in (always_accept, replace_from_p, unverified_last, p_shifted)),
         (None, {"target": scoring_with(lambda sampling: FREE), "sampling": Sampling(1.0, 0, 0.8)}),
         (None, {"target": scoring_with(lambda sampling: sampling.but(0.4, None)), "own": (0.4, None)}),
         (None, {"drafter": q_at_the_targets_temperature, "own": (0.4, None)}),

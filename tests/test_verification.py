@@ -69,7 +69,7 @@ def test_what_the_rule_is_said_to_emit_is_what_it_emits(monkeypatch):
         assert torch.allclose(first.float(), p[0][0], atol=1e-4) is (wrong is None)
 
 
-OF_TOKENS = "always_accept", "replace_from_p", "bonus_from_q", "p_shifted", "q_shifted", "drop_the_unsure"
+OF_TOKENS = "always_accept", "replace_from_p", "unverified_last", "p_shifted", "drop_the_unsure"
 OF_BLOCKS = "block_without_what_may_follow", "block_without_the_weights"
 
 
