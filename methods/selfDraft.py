@@ -111,14 +111,12 @@ def relative_times(
     at = torch.arange(length + gamma, device=text.device)[None]
     target.forward(text, at[:, :length])
     last, u = slice(length - 1, length), torch.full((gamma, 1), 0.5, dtype=torch.float32, device=text.device)
-    block, places = text[:, last].expand(-1, gamma + 1), at[:, length - 1 :]
     plain = partial(target.draw, text[:, last], at[:, last], u[:1], sampling)
     drafting = partial(copy.draw, text[:, last], at[:, length - 1 : -1], u, sampling)
-    costs, scorings = [], []
-    for _ in range(TIMINGS):
-        costs.append(seconds(drafting) / seconds(plain) / gamma)
-        scorings.append(seconds(partial(target.forward, block, places)) / seconds(plain))
-    return statistics.median(costs), statistics.median(scorings)
+    scoring = partial(target.forward, text[:, last].expand(-1, gamma + 1), at[:, length - 1 :])
+    ratios = [(seconds(drafting) / seconds(plain), seconds(scoring) / seconds(plain)) for _ in range(TIMINGS)]
+    draws, forwards = zip(*ratios)
+    return statistics.median(draws) / gamma, statistics.median(forwards)
 
 
 def seconds(step: Callable[[], Tensor | tuple[Tensor, ...]]) -> float:
