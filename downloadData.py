@@ -29,7 +29,7 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 from huggingface_hub import constants
 
 from inputs import files, hub
-from inputs.commandLine import as_command, counted, did_you_mean, one_line, script_parser, text, whole
+from inputs.commandLine import as_script, counted, did_you_mean, one_line, script_parser, text, whole
 from inputs.files import file_errors, gigabytes, library_errors, new_folder
 from inputs.texts import ENDINGS, FOLDERS, SETS, is_saved, read, read_questions
 from utils import UserError
@@ -180,20 +180,18 @@ def data_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def work() -> None:
-        args = data_flags(argv)
-        names = args.names or ["wikitext", "pg19"]
-        if args.source and len(args.names) != 1:
-            raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
-        if not args.source and (unknown := [name for name in names if name not in REPOSITORIES]):
-            near = did_you_mean(unknown[0], REPOSITORIES)
-            raise UserError(
-                f"{unknown[0]!r} is not one of {', '.join(REPOSITORIES)}; install other texts with --from{near}"
-            )
-        if args.list:
-            return hub.print_folders(files.DATASETS)
-        for name in dict.fromkeys(names):
-            install_data(name, args.source, args.books, args.offline or constants.HF_HUB_OFFLINE)
-
-    return as_command("downloadData.py", work, "What was downloaded is kept; run the command again to resume.")
+@as_script("downloadData.py", "What was downloaded is kept; run the command again to resume.")
+def main(argv: Sequence[str] | None = None) -> None:
+    args = data_flags(argv)
+    names = args.names or ["wikitext", "pg19"]
+    if args.source and len(args.names) != 1:
+        raise UserError("--from needs one name to install the texts under: wikitext --from wiki.test.raw")
+    if not args.source and (unknown := [name for name in names if name not in REPOSITORIES]):
+        near = did_you_mean(unknown[0], REPOSITORIES)
+        raise UserError(
+            f"{unknown[0]!r} is not one of {', '.join(REPOSITORIES)}; install other texts with --from{near}"
+        )
+    if args.list:
+        return hub.print_folders(files.DATASETS)
+    for name in dict.fromkeys(names):
+        install_data(name, args.source, args.books, args.offline or constants.HF_HUB_OFFLINE)

@@ -29,7 +29,7 @@ if __name__ == "__main__":  # Before the imports that take seconds.
 from huggingface_hub import constants
 
 from inputs import files
-from inputs.commandLine import as_command, script_parser, text
+from inputs.commandLine import as_script, script_parser, text
 from inputs.files import file_errors, lock_folder
 from inputs.hub import UNFINISHED, HubFile, Manifest, fetch, hub_errors, is_downloaded, list_repository, print_folders
 from utils import UserError
@@ -144,21 +144,19 @@ def model_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    def work() -> None:
-        args = model_flags(argv)
-        if args.gguf:
-            if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
-                raise UserError("--gguf takes one name and no --revision or --list: downloadModel.py NAME --gguf FILE")
-            from inputs import gguf  # It takes seconds to import, and downloads do not need it.
+@as_script("downloadModel.py", "What was downloaded is kept; run the command again to resume.")
+def main(argv: Sequence[str] | None = None) -> None:
+    args = model_flags(argv)
+    if args.gguf:
+        if args.models is PYTHIA or len(args.models) != 1 or args.revision or args.list:
+            raise UserError("--gguf takes one name and no --revision or --list: downloadModel.py NAME --gguf FILE")
+        from inputs import gguf  # It takes seconds to import, and downloads do not need it.
 
-            gguf.convert_gguf(args.gguf, args.models[0], args.offline)
-            return
-        for repo in args.models:
-            model_folder(repo)  # A wrong name is found before anything is downloaded.
-        if args.list:
-            return print_folders(files.MODELS)
-        for repo in args.models:
-            download_model(repo, args.revision, args.offline)
-
-    return as_command("downloadModel.py", work, "What was downloaded is kept; run the command again to resume.")
+        gguf.convert_gguf(args.gguf, args.models[0], args.offline)
+        return
+    for repo in args.models:
+        model_folder(repo)  # A wrong name is found before anything is downloaded.
+    if args.list:
+        return print_folders(files.MODELS)
+    for repo in args.models:
+        download_model(repo, args.revision, args.offline)

@@ -9,11 +9,12 @@ import sysconfig
 from collections.abc import Sequence
 
 from benchmark.peers import PeerError
-from inputs.commandLine import as_command, script_parser
+from inputs.commandLine import as_script, script_parser
 from methods.programs.program import FOLDER
 from methods.programs.registry import PROGRAMS
 
 
+@as_script("benchmark.install", "What was installed is kept.")
 def main(argv: Sequence[str] | None = None) -> int:
     """Install all programs, but for those whose versions are installed; returns 1 if none could be installed."""
     script_parser("python -m benchmark.install", __doc__).parse_args(argv)
@@ -36,4 +37,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(as_command("benchmark.install", main, "What was installed is kept."))
+    sys.exit(main())

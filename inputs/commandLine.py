@@ -13,7 +13,7 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
-from functools import partial
+from functools import partial, wraps
 from itertools import pairwise
 from pathlib import Path
 from traceback import format_exception
@@ -202,3 +202,12 @@ def as_command(script: str, work: Callable[[], int | None], kept: str, smaller: 
             raise
     print(f"{script}: error:", visible(" ".join(message.split())), file=sys.stderr)  # A name may hold any character.
     return 2
+
+
+def as_script(script: str, kept: str, smaller: str = "use smaller models") -> Callable[..., Any]:
+    """A decorator: the function is run as a command and returns the exit code. See `as_command`."""
+
+    def decorate(work: Callable[..., int | None]) -> Callable[..., int]:
+        return wraps(work)(lambda *args: as_command(script, partial(work, *args), kept, smaller))
+
+    return decorate

@@ -29,7 +29,7 @@ from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, run_record
 from experiments.settings import parse
 from experiments.speed import Written
-from inputs.commandLine import as_command, script_parser, text, whole
+from inputs.commandLine import as_script, script_parser, text, whole
 from inputs.devices import available_memory
 from inputs.files import ROOT, replace_file
 from inputs.models import read_json
@@ -275,22 +275,19 @@ def mistakes_table(records: Records) -> str:
     return f"{markdown(table_of('', columns, record['mistakes']))}\n\n{source(record['planted'])}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_script("auditEngines", "The cells that are done are kept.")
+def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser("python -m scripts.auditEngines", __doc__)
     parser.add_argument("names", type=text, nargs="?", metavar="METHODS", help="as of --compare; all if none is named")
     parser.add_argument("--mistakes", action="store_true", help="find the planted mistakes")
     parser.add_argument("--mended", dest="mend", action="store_true", help="engines without the faults that we found")
     parser.add_argument("--tokens", type=whole(1), metavar="N", help="of a cell (8000), of a planted mistake (3200)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of its texts (%(default)s)")
-
-    def audit() -> None:
-        arguments = vars(parser.parse_args(argv))
-        if arguments["mistakes"] and (arguments["names"] or arguments["seed"] or arguments["mend"]):
-            raise UserError("--mistakes is for all of this project's methods, and for seed 0; leave out the others")
-        arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
-        audit_engines(**arguments)
-
-    return as_command("auditEngines", audit, "The cells that are done are kept.")
+    arguments = vars(parser.parse_args(argv))
+    if arguments["mistakes"] and (arguments["names"] or arguments["seed"] or arguments["mend"]):
+        raise UserError("--mistakes is for all of this project's methods, and for seed 0; leave out the others")
+    arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
+    audit_engines(**arguments)
 
 
 if __name__ == "__main__":

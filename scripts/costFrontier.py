@@ -33,7 +33,7 @@ from experiments.prepare import load_inputs
 from experiments.runRecord import code_version, model_record, origin
 from experiments.settings import parse
 from experiments.theory import by_position, chances, overlap, rounds_along, uncut
-from inputs.commandLine import as_command, script_parser
+from inputs.commandLine import as_script, script_parser
 from inputs.files import ROOT, replace_file
 from inputs.models import model_version, read_json
 from methods.catalogue import build
@@ -310,11 +310,11 @@ def count_all(target: str) -> None:
             print(f"{target}, temperature {temperature}: {way}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+@as_script("costFrontier", "The rows that were measured are in the record.")
+def main(argv: Sequence[str] | None = None) -> None:
     parser = script_parser("python -m scripts.costFrontier", __doc__)
     parser.add_argument("target", choices=list(OWN), help="whose ways of guessing are counted")
-    said = "The rows that were measured are in the record."
-    return as_command("costFrontier", lambda: count_all(parser.parse_args(argv).target), said)
+    count_all(parser.parse_args(argv).target)
 
 
 if __name__ == "__main__":

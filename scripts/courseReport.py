@@ -23,7 +23,7 @@ import downloadModel
 from experiments.intervals import FEW, summarize
 from experiments.schema import Run, RunLine, SpeedLine, TextPerplexityLine, TimedText, of_kind
 from experiments.settings import parse, without_effect
-from inputs.commandLine import as_command, path, script_parser, text, whole
+from inputs.commandLine import as_script, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT, replace_file
 from inputs.models import find_model
@@ -120,7 +120,8 @@ def runs_of_steps(plan: Namespace) -> list[tuple[str, Run | None]]:
     return [(title, by_command.get(command_without_places(command, str))) for title, command in plan.steps]
 
 
-def make_report(argv: Sequence[str] | None) -> int:
+@as_script("courseReport", "What was measured is kept; the same command continues.")
+def main(argv: Sequence[str] | None = None) -> int:
     """Download what is missing, run each step that has no finished run, write the page. Returns the exit code."""
     plan, start = read_plan(argv), time.monotonic()
     models = [n for n in plan.models if downloadModel.is_hub_id(n) and not downloadModel.downloaded_folder(n)]
@@ -209,11 +210,6 @@ def beside_report(lines: Sequence[TimedText], methods: Mapping[str, str]) -> lis
         row, (field, scale) = rows.get(methods.get(role, "")), sources.FIELDS[figure]
         cells.append(span(row[field], scale) if row else "")
     return cells
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    kept = "What was measured is kept; the same command continues."
-    return as_command("courseReport", lambda: make_report(argv), kept)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from experiments.prepare import load_inputs
 from experiments.runRecord import run_record
 from experiments.settings import parse
 from experiments.speed import quiet
-from inputs.commandLine import as_command, script_parser, visible
+from inputs.commandLine import as_script, script_parser, visible
 from inputs.files import ROOT, replace_file
 from methods.catalogue import build
 from playback.trace import Trace, decoded_rounds
@@ -90,7 +90,8 @@ def draw_rounds(record: dict[str, Any], path: Path, comment: str) -> None:
     first.save(path, save_all=True, append_images=others, duration=times, loop=0, comment=about, optimize=True)
 
 
-def decode_rounds() -> None:
+@as_script("drawRounds", "Nothing was written.")
+def main() -> None:
     """Decode the text with and without guesses, alternately; the repeat that took the median time is kept."""
     script_parser("python -m scripts.drawRounds", __doc__).parse_args()  # There is only --help.
     inputs = load_inputs(parse([*FLAGS.split(), "--prompt", PROMPT]))
@@ -115,4 +116,4 @@ def decode_rounds() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(as_command("drawRounds", decode_rounds, "Nothing was written."))
+    sys.exit(main())

@@ -33,7 +33,7 @@ import torch
 from experiments.intervals import too_fast
 from experiments.runRecord import comparable, compare, is_of_now
 from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
-from inputs.commandLine import as_command, did_you_mean, path, script_parser, text
+from inputs.commandLine import as_script, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
 from inputs.models import read_json
 from report.results import Results
@@ -304,35 +304,32 @@ def carry(root: Path, names: Sequence[str], folder: Path, why: str) -> None:
     replace_file(records.folder / "carried.json", json.dumps([*records.carried, now | {"digests": changed}]) + "\n")
 
 
-def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+@as_script("keepRecord", "What was measured is kept.")
+def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
     parser = script_parser("python -m scripts.keepRecord", __doc__)
     parser.add_argument("name", type=text, nargs="*", metavar="NAME", help="first, compare, sweep, ..., or of a file")
     parser.add_argument("--carry", type=text, metavar="WHY", help="let records of the code before stay, if these do")
     parser.add_argument("--from", dest="folder", type=path, default=ROOT / ".records", metavar="DIR", help="(.records)")
-
-    def keep() -> None:
-        args = parser.parse_args(argv)
-        records = Records(root)
-        known = [*MEASURED, *records.files]
-        if unknown := [name for name in args.name if name not in known]:  # before any is measured, which takes hours
-            shown = ", ".join(known) + did_you_mean(unknown[0], known)
-            raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
-        args.folder.mkdir(exist_ok=True)
-        if args.carry:
-            return carry(root, args.name, args.folder, args.carry)
-        failed = []
-        processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
-        here = [processor, *["CUDA"] * torch.cuda.is_available()]
-        stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, processor) in here]
-        for name in args.name or stale:
-            try:
-                keep_record(root, name, args.folder)
-            except UserError as error:  # The records after it are measured all the same.
-                failed.append(str(error))
-        if failed:
-            raise UserError("; ".join(failed))
-
-    return as_command("keepRecord", keep, "What was measured is kept.")
+    args = parser.parse_args(argv)
+    records = Records(root)
+    known = [*MEASURED, *records.files]
+    if unknown := [name for name in args.name if name not in known]:  # before any is measured, which takes hours
+        shown = ", ".join(known) + did_you_mean(unknown[0], known)
+        raise UserError(f"no record with the name {unknown[0]!r} is measured or copied, but {shown}")
+    args.folder.mkdir(exist_ok=True)
+    if args.carry:
+        return carry(root, args.name, args.folder, args.carry)
+    failed = []
+    processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
+    here = [processor, *["CUDA"] * torch.cuda.is_available()]
+    stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, processor) in here]
+    for name in args.name or stale:
+        try:
+            keep_record(root, name, args.folder)
+        except UserError as error:  # The records after it are measured all the same.
+            failed.append(str(error))
+    if failed:
+        raise UserError("; ".join(failed))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from inputs.commandLine import as_command, path, script_parser
+from inputs.commandLine import as_script, path, script_parser
 from inputs.files import ROOT, new_folder
 from utils import UserError
 
 
-def pack(argv: Sequence[str] | None) -> None:
+@as_script("packGenerate", "Nothing was written.")
+def main(argv: Sequence[str] | None = None) -> None:
     """Parse the flags and write the folder. A module keeps the last part of its name."""
     parser = script_parser("python -m scripts.packGenerate", __doc__)
     parser.add_argument("folder", type=path)
@@ -35,10 +36,6 @@ def pack(argv: Sequence[str] | None) -> None:
         for name, text in texts.items():
             (written / name).write_text(text, encoding="utf-8")
     print(f"Written to {folder}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return as_command("packGenerate", lambda: pack(argv), "Nothing was written.")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from PIL import Image
 
-from inputs.commandLine import as_command, script_parser
+from inputs.commandLine import as_script, script_parser
 from inputs.files import ROOT, replace_file
 from report import figures
 from report.runTables import measured_on
@@ -139,10 +139,11 @@ def render(root: Path, check: bool) -> int:
     return 0
 
 
+@as_script("render", "No text was written.")
 def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
     parser = script_parser("python -m scripts.render", __doc__)
     parser.add_argument("--check", action="store_true", help="change nothing, and list what would change")
-    return as_command("render", lambda: render(root, parser.parse_args(argv).check), "No text was written.")
+    return render(root, parser.parse_args(argv).check)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, PreTrainedTokenizerFast
 
 from engine.cachedModel import CachedModel
-from inputs.commandLine import as_command, number, path, script_parser, text, whole
+from inputs.commandLine import as_script, number, path, script_parser, text, whole
 from inputs.devices import pick_device
 from inputs.files import ROOT
 from scripts.headTexts import WRITTEN, Part, output_layer, prepare_parts, random_windows, read_documents, read_passages
@@ -99,9 +99,11 @@ def bundled_flags(argv: Sequence[str] | None) -> Namespace:
     return args
 
 
-def train_bundled(args: Namespace) -> None:
+@as_script("trainBundled", "The stages that ended are kept.")
+def main(argv: Sequence[str] | None = None) -> None:
     """Train the tokenizer if it does not exist, then the models. The tokenizer is a byte-level BPE of VOCABULARY
     entries. As in Pythia's, `<|endoftext|>` is entry 0."""
+    args = bundled_flags(argv)
     documents = [document for path in args.texts for document in read_documents(path)]
     folder = args.out / "bundled-target"
     if not (folder / "tokenizer.json").exists():
@@ -150,10 +152,6 @@ def train_model(args: Namespace, name: str, tokenizer: PreTrainedTokenizerFast, 
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             model = model.float()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return as_command("trainBundled", lambda: train_bundled(bundled_flags(argv)), "The stages that ended are kept.")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from engine.cachedModel import CachedModel
 from engine.head import HeadNetwork, save_head
 from engine.sharedWeights import RestrictedHead
 from experiments.runRecord import model_record, origin
-from inputs.commandLine import as_command, number, path, script_parser, text, whole
+from inputs.commandLine import as_script, number, path, script_parser, text, whole
 from inputs.devices import pick_device, pick_dtype
 from inputs.files import replace_file
 from inputs.models import end_tokens, find_model, load_model, load_tokenizer, model_version
@@ -228,8 +228,10 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     return args
 
 
-def train_heads(argv: Sequence[str]) -> None:
+@as_script("trainHead", "The same command continues where this one stopped.", "lower --written")
+def main(argv: Sequence[str] | None = None) -> None:
     """Write the texts, then train the head, and write the record."""
+    argv = sys.argv[1:] if argv is None else argv
     args = head_flags(argv)
     tokenizer = load_tokenizer(args.folder)
     target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
@@ -258,11 +260,6 @@ def train_heads(argv: Sequence[str]) -> None:
     tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))
     record["written"] = {"tokens": tokens, "seconds": seconds}
     replace_file(args.out / f"head-{args.folder.name}.json", json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    words, kept = sys.argv[1:] if argv is None else argv, "The same command continues where this one stopped."
-    return as_command("trainHead", lambda: train_heads(words), kept, "lower --written")
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def test_help_of_the_moving_picture_decodes_nothing(monkeypatch):
     monkeypatch.setattr("sys.argv", ["drawRounds", "--help"])
     monkeypatch.setattr(drawRounds, "load_inputs", None)
     with pytest.raises(SystemExit):
-        drawRounds.decode_rounds()
+        drawRounds.main()
 
 
 def test_the_text_of_the_moving_picture_is_whole_and_keeps_to_its_columns():
