@@ -12,7 +12,6 @@ import time
 from base64 import b64encode
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -222,16 +221,13 @@ class Chat:
     def decode(self, method: str, max_len: int, shown: bool = True) -> Trace:
         """Decode an answer, until Ctrl-C at most. Where the context is too short for the conversation, its oldest
         questions and answers are left out. It stays as it is if the last question alone is too long."""
-        encode = partial(encode_chat, tokenizer=self.tokenizer, model=self.inputs.settings.models.target)
-
-        def length(prompt: list[int]) -> int:
-            """Of the prompt; in the tokens of the draft, if these are others and more."""
-            translation = self.inputs.translation
-            return max(len(prompt), len(translation.row(prompt)) if translation else 0)
-
+        translation = self.inputs.translation
         for left_out in range(len(self.answers) + 1):
             questions, answers = self.questions[left_out:], self.answers[left_out:]
-            if (read := length(prompt := encode(questions, answers))) + self.max_len <= self.context:
+            prompt = encode_chat(questions, answers, self.tokenizer, self.inputs.settings.models.target)
+            # The tokens of the draft may be others, and more.
+            read = max(len(prompt), len(translation.row(prompt)) if translation else 0)
+            if read + self.max_len <= self.context:
                 if left_out:
                     print(f"The context is full. Oldest questions left out: {left_out}", file=sys.stderr)
                 self.questions, self.answers = questions, answers
