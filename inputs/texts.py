@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,16 +95,22 @@ def load_corpora(name: str, books: int | None = None) -> list[Corpus]:
 
 def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if it does not exist."""
-    path = files.DATASETS / FOLDERS.get(name, name)
-    if name in FOLDERS and not path.exists():
-        remedy = f"get it with downloadData.py ({name}), or use --dataset sample"
-        raise UserError(f"the data set {name!r} is not in datasets/{path.name}; {remedy}")
-    if name in FOLDERS or os.path.isfile(path / MANIFEST):
-        return path
-    path = Path(os.path.abspath(os.path.expanduser(name)))
+    if name not in FOLDERS and os.path.isfile(files.DATASETS / name / MANIFEST):
+        return files.DATASETS / name
+    return Path(os.path.abspath(find_named(name, FOLDERS, "data set", "--dataset")))
+
+
+def find_named(name: str, known: Mapping[str, str], what: str, flag: str) -> Path:
+    """The file or folder in datasets/ of a name that is `known`, or of a path. what: it is, for the error. Raises
+    UserError if it does not exist."""
+    if name in known:
+        path = files.DATASETS / known[name]
+        missing = f"there is no datasets/{known[name]}; get it with downloadData.py ({name}), or use {flag} sample"
+    else:
+        path = Path(os.path.expanduser(name))
+        missing = f"it is not one of {', '.join(known)}, and no such path exists{did_you_mean(name, known)}"
     if not os.path.exists(path):
-        known = f"it is not one of {', '.join(FOLDERS)}, and no such path exists"
-        raise UserError(f"unknown data set {name!r}: {known}{did_you_mean(name, FOLDERS)}")
+        raise UserError(f"{what} {name!r}: {missing}")
     return path
 
 
@@ -165,7 +171,7 @@ def read_questions(name: str) -> list[Question]:
     If all categories of MT-bench occur, they are one: "mt_bench". Raises UserError, which names the line, for a line
     that holds no such object or no text, and for a category of one line, which would be compared by one text.
     """
-    file = find_prompts(name)
+    file = find_named(name, SETS, "--prompts", "--prompts")
     questions = parse_lines("--prompts", file, "prompt and category", question_of)
     if {question.category for question in questions} >= MT_BENCH:
         questions = [replace(q, category="mt_bench") if q.category in MT_BENCH else q for q in questions]
@@ -176,21 +182,6 @@ def read_questions(name: str) -> list[Question]:
             remedy = "add one, or use another category"
             raise UserError(f"--prompts {file}, line {question.line}: {alone}; {remedy}")
     return questions
-
-
-def find_prompts(name: str) -> Path:
-    """The file of `--prompts`. Raises UserError if it does not exist."""
-    if name not in SETS:
-        path = Path(os.path.expanduser(name))
-        if not os.path.exists(path):
-            known = f"it is not one of {', '.join(SETS)}, and no such file exists"
-            raise UserError(f"--prompts {name}: {known}{did_you_mean(name, SETS)}")
-        return path
-    file = files.DATASETS / SETS[name]
-    if not file.is_file():
-        remedy = f"get it with downloadData.py ({name}), or use --prompts sample"
-        raise UserError(f"--prompts {name}: there is no datasets/{SETS[name]}; {remedy}")
-    return file
 
 
 def question_of(number: int, fields: Any) -> Question:
