@@ -6,8 +6,11 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-import matplotlib
 import numpy as np
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
 
 from experiments import schema
 from experiments.intervals import FEW, OVERALL, Interval, Range, by_category, categories, summarize
@@ -18,12 +21,7 @@ from lossless.evidence import BINS
 from report.runTables import ALONE, Prediction, finished, measured_on, swept_texts
 from report.tables import median, name_of
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402 - after the backend is chosen
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.colors import LogNorm, Normalize  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-
+plt.switch_backend("Agg")  # Figures are files: no window opens.
 plt.rcParams.update({
     "figure.dpi": 120, "figure.constrained_layout.use": True, "axes.titlelocation": "left", "axes.titlesize": 9,
     "axes.spines.top": False, "axes.spines.right": False, "legend.fontsize": 8, "legend.frameon": False,

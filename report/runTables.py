@@ -277,10 +277,9 @@ def sweep_table(run: RunLine, lines: Sequence[SpeedLine], prediction: Prediction
         "tokens/\nround": lambda row: Measured(row["tokens_per_round"][0], digits=2),
         "of\nexpected": lambda row: Measured(tokens_a_round(row) / row["expected"], digits=2),
     }
-    table, target = table_of("Speed over gamma: " + conditions(run, lines), columns, ()), prediction["plain"]
-    table.add("plain", median(target["seconds"]), span(target["throughput"]), "1")
-    for row in prediction["rows"]:
-        table.add(*(cell(row) for cell in columns.values()))
+    table = table_of("Speed over gamma: " + conditions(run, lines), columns, prediction["rows"])
+    target = prediction["plain"]
+    table.rows.insert(0, ["plain", median(target["seconds"]), span(target["throughput"]), "1"])
     return table
 
 
