@@ -80,13 +80,10 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "gpu": (f"--compare fixed,block,tree {RANDOM} --compile --repeats 2 --maxLen 128 --sentences 4", 1),
     "gpu-copy": (f"--compare self {COPY_OF_RANDOM} --compile --repeats 2 --maxLen 64 --sentences 4", 1),
 }
-# Of the processor, by torch, "AMX" or "CUDA": the record is measured on such a machine alone.
-OF_AMX = (
-    "benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "tuned-SmolLM2", "batch-copy", "categories-SmolLM2",
-)  # fmt: skip
-OF_CUDA = ("gpu", "gpu-copy")
-CAPABILITY = {"avx2-SmolLM2": "AVX2", "avx512-SmolLM2": "AVX512"}  # AVX512: without AMX
-CAPABILITY |= dict.fromkeys(OF_CUDA, "CUDA") | dict.fromkeys(OF_AMX, "AMX")
+OF_AMX = "benchmark-SmolLM2", "greedy-SmolLM2", "top-k-SmolLM2", "tuned-SmolLM2", "batch-copy", "categories-SmolLM2"
+# Of the processor, by torch (AVX512: without AMX), or CUDA: the record is measured on such a machine alone.
+CAPABILITY = {"avx2-SmolLM2": "AVX2", "avx512-SmolLM2": "AVX512", "gpu": "CUDA", "gpu-copy": "CUDA"}
+CAPABILITY |= dict.fromkeys(OF_AMX, "AMX")
 ENVIRONMENT = {"tuned-SmolLM2": {"LLAMA_ARG_FLASH_ATTN": "off"}}  # of records whose flags no other record has
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
