@@ -444,9 +444,8 @@ def test_a_chat_answers_each_line_and_reads_only_what_is_new(
 
     monkeypatch.setattr(CachedModel, "prefill", spied)
     monkeypatch.setattr(playing, "encode_chat", encode)
-    monkeypatch.setattr(
-        LookupDrafter, "find", lambda drafter, rows, gammas: [[0]] * rows.size
-    )  # The draft never reads.
+    # The draft never reads.
+    monkeypatch.setattr(LookupDrafter, "find", lambda drafter, rows, gammas: [[0]] * rows.size)
 
     def answers(room):
         monkeypatch.setattr(playing, "ROOM", room)
@@ -550,7 +549,8 @@ def test_ctrl_c_ends_a_text_with_what_was_shown(chat, monkeypatch, capsys):
 @pytest.mark.parametrize("mode", ["", "--speedNew", "--contrastive", "--draft lookup"])
 def test_a_text_is_shown_as_it_is_decoded_and_as_a_page(run, flags, tmp_path, capsys, mode):
     page = tmp_path / "page.html"
-    run(f"{mode} --show --html", page, "--prompt", "The <bell>", base=prompted(flags))
-    out = capsys.readouterr().out
-    assert "The <bell>" in out and page.name in out.replace("\n", "")
-    assert "The &lt;bell&gt;" in page.read_text() and os.listdir(tmp_path) == ["page.html"]
+    run(f"{mode} --show --html", page, "--prompt", "The <bell> \x1b[2J", base=prompted(flags))
+    out, source = capsys.readouterr().out, page.read_text()
+    assert "The <bell> \\x1b[2J" in out and page.name in out.replace("\n", "")
+    assert "The &lt;bell&gt; \\x1b[2J" in source and "\x1b" not in out + source
+    assert os.listdir(tmp_path) == ["page.html"]

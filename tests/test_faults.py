@@ -216,17 +216,6 @@ def test_logits_that_stop_being_finite_are_told_with_model_and_dtype(sampling, r
         decode(regrSampling, halved)
 
 
-@pytest.mark.parametrize("prompt", [" ".join(PROMPTS[:5]), *PROMPTS[5:7]], ids=range(3))
-def test_any_text_is_continued_and_shown_without_a_control_character(cli, flags, tmp_path, capsys, prompt):
-    page = tmp_path / "page.html"
-    assert cli.main([*prompted(prompted(flags), "--repeats"), "--show", "--html", str(page), "--prompt", prompt]) == 0
-    shown, source = capsys.readouterr().out, page.read_text(encoding="utf-8")
-    assert all(c.isprintable() or c == "\n" for c in shown), ascii(shown)
-    assert all(c.isprintable() or c in "\n\t\u200c\u200d" for c in source) and "<script>alert" not in source
-    words = [word for word in prompt.split() if word.isprintable()]
-    assert all(word in shown for word in words)
-
-
 def test_each_line_of_a_file_is_a_prompt_whatever_is_in_it(run, flags, tmp_path):
     """A one-token text and the end-of-text token among them; a separator of Unicode's ends no line."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")

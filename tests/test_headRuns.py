@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from conftest import few_mistakes, of_kind, prompted
+from conftest import few_mistakes, of_kind, one_line, prompted
 from test_head import network_for
 
 from engine.head import CONFIG, save_head
@@ -70,5 +70,4 @@ def test_what_is_wrong_with_a_head_is_one_line(run, pair_folder, head_folder, tm
     for name, folder in {"DRAFT": pair_folder / "draft", "HEAD": head_folder, "OTHER": other}.items():
         words, reason = words.replace(name, str(folder)), reason.replace(name, str(folder))
     assert run(words, code=2) == []
-    said = capsys.readouterr().err
-    assert said.startswith("test.py: error: ") and said.count("\n") == 1 and reason in said
+    one_line(capsys, reason)

@@ -123,9 +123,8 @@ def test_a_speed_is_that_after_the_prefill_without_the_time_of_showing(monkeypat
     assert trace.speed() == "[5 tokens, 1 a second]"
     assert trace.speed(plain=0.8) == "[5 tokens, 1 a second, 1.25 times plain decoding]"
     assert trace.speed(plain=0.4) == trace.speed()  # More than 2 tokens a round: the plain rate is not to be trusted.
-    assert trace.rounds[-1] == Round(
-        [4, 0], [], []
-    )  # A guess after the end of the text was neither accepted nor rejected.
+    # A guess after the end of the text was neither accepted nor rejected.
+    assert trace.rounds[-1] == Round([4, 0], [], [])
 
 
 # The terminal.

@@ -29,7 +29,7 @@ from utils import UserError
 FORK = multiprocessing.get_context("fork")
 
 
-def run_line(run="r1", target="target", command="--speed", **flags):
+def run_line(run="r1", command="--speed", **flags):
     model = {"version": "sha256:0", "parameters": 1_500_000}
     sampling = {"temperature": 0.85, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.0}
     return {
@@ -40,7 +40,7 @@ def run_line(run="r1", target="target", command="--speed", **flags):
         "device": "cpu",
         "flags": {"maxLen": 8, "gamma": 4, **sampling, "seed": 0} | flags,
         "machine": {"processor": "A CPU", "threads": 1, "torch": "2", "transformers": "5"},
-        "models": {"target": {"name": target, **model}, "draft": {"name": "draft", **model}},
+        "models": {role: {"name": role, **model} for role in ("target", "draft")},
     }
 
 
@@ -369,27 +369,6 @@ def test_a_sweep_stands_beside_theory_where_it_was_measured_without_texts_of_oth
     text = write(tmp_path, run_line(), *lines, sweep_costs(overlap_by_position=[[8, 8, 4.0], [4, 4, 1.0]]))
     ends = [line.split()[-1] for line in text.splitlines() if line.startswith(("1 ", "2 "))]
     assert ends == ["1.33", "1.23"] and "of expected" in text  # 2 of 1.5, and of 1.625
-
-
-def test_names_are_shown_as_they_are_and_never_executed(tmp_path, capsys):
-    odd = "[bold red]m[/] :smile: \x1b[31m\x07\n\x9b2J \u202etxt"
-    lines = [run_line(target=odd, command=odd), speed_line(), *ppl_lines(corpus=odd)]
-    text = write(tmp_path, *lines)
-    show(*Results(tmp_path).runs()[0])
-    for shown in text, capsys.readouterr().out:
-        assert "target: [bold red]m[/] :smile: \\x1b[31m\\x07\\n\\x9b2J \\u202etxt, 1.5 M" in shown
-        assert "[bold red]m[/]" in shown.split("Perplexity per text")[1]
-        assert all(c.isprintable() or c == "\n" for c in shown)
-
-
-def test_an_interrupted_rendering_leaves_the_text_of_before_and_no_other_file(tmp_path, monkeypatch):
-    """Errors of a disk: below, and in test_files.py."""
-    text = write(tmp_path, run_line())
-    monkeypatch.setattr(results.os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        Results(tmp_path).render()
-    assert (tmp_path / "results.txt").read_text() == text
-    assert sorted(os.listdir(tmp_path)) == ["results.jsonl", "results.txt"]
 
 
 @pytest.mark.parametrize("module", [Mock(flock=Mock(side_effect=OSError("not supported"))), None])

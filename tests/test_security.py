@@ -20,7 +20,7 @@ from scripts import drawRounds
 
 ELSEWHERE = ("../../x", "/etc/x", "a/../../x", "..\\..\\x", "C:\\x", "C:x", "..")
 NO_IDS = "../../x", "/abs/x", "owner/..", "../owner", "owner/../x", "owner/x\n", "owner\\x", "C:\\x", "a\x1b[31m", "~/x"
-CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ [bold]b[/] <script>alert(1)</script>\n"
+CURSED = "\x1b[31mred\x07\x9b2J\u202e $x$ :smile: [bold]b[/] <script>alert(1)</script>\n"
 
 
 def is_one_line(text):
@@ -121,7 +121,8 @@ def test_no_name_or_text_steers_the_screen_or_the_results(run, pair_folder, tmp_
     results = (tmp_path / "results.txt").read_text()
     for written in results, *capsys.readouterr():
         assert all(c.isprintable() or c == "\n" for c in written)
-    assert "\\x1b[31mred\\x07\\x9b2J\\u202e $x$ [bold]b[] <script>alert(1)<script>\\n, 0.0 M" in results
+    assert "\\x1b[31mred\\x07\\x9b2J\\u202e $x$ :smile: [bold]b[] <script>alert(1)<script>\\n, 0.0 M" in results
+    assert "[bold]b[]" in results.split("Perplexity per text")[1]
     (folder / "config.json").write_text("{")
     run("", "--target", folder, "--dataset", text, code=2)
     error = capsys.readouterr().err
