@@ -8,8 +8,7 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 
-from benchmark.peers import PeerError
-from inputs.commandLine import as_script, script_parser
+from inputs.commandLine import as_script, one_line, script_parser
 from methods.programs.program import FOLDER
 from methods.programs.registry import PROGRAMS
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             stamp.write_text(wanted)
         except (RuntimeError, OSError, ValueError) as error:
             failed += 1
-            print(f"{program.name} is left out: {PeerError(str(error))}", file=sys.stderr)
+            print(f"{program.name} is left out: {one_line(error)}", file=sys.stderr)
     return int(failed == len(programs))
 
 

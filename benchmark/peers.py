@@ -19,6 +19,7 @@ import torch
 
 from decoding.rows import Record
 from experiments.speed import Written, digest
+from inputs.commandLine import one_line
 from inputs.devices import available_memory
 from inputs.files import ROOT, gigabytes, new_folder
 from methods.programs.program import FOLDER, FORMS, SITE, LoadRequest, Program, TextRequest, last_line
@@ -28,7 +29,6 @@ from utils import Sampling
 MODELS = FOLDER / "models"
 WAIT = 1800.0  # seconds for an answer; converting a large model takes minutes
 CODE = "import sys; from methods.programs import program; program.main(*sys.argv[1:])"
-REASON = 200  # characters of a reason
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
 ORIGIN = "origin.txt"  # in the folder of a converted model: a digest of all that it follows from but the weights
@@ -40,8 +40,7 @@ class PeerError(Exception):
     """Another program failed. Its text is one line that says why."""
 
     def __init__(self, words: str) -> None:
-        line = " ".join(words.split())
-        super().__init__(line if len(line) <= REASON else line[: REASON - 4] + " ...")
+        super().__init__(one_line(words))
 
 
 class ProgramProcess:
@@ -150,7 +149,7 @@ class OtherMethod(ABC):
     """
 
     def __init__(self, name: str, precision: str, gamma: int, batch: int = 1) -> None:
-        self.name, (program, _, kind) = name, name.partition(":")
+        program, _, kind = name.partition(":")
         self.program, self.row = PROGRAMS[program], PROGRAMS[program].rows[kind]
         self.precision, self.gamma, self.batch = self.row.precision or precision, gamma, batch
         self.memory = 0.0
@@ -183,7 +182,7 @@ class OtherMethod(ABC):
 
     def fail(self, error: Exception) -> None:
         """Leave the method out from now on."""
-        self.failed = str(PeerError(str(error)))
+        self.failed = one_line(error)
         self.close()
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ START = 64  # tokens before those of a forward
 ROUNDS = 3  # that are timed at once; the first does not count
 LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
 TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
-READ = "reading"  # the role of a line that says how long it takes to read bytes
 
 TimeAll = Callable[[Mapping[Any, Step]], dict[Any, list[float]]]
 
@@ -141,7 +140,7 @@ def forward_lines(
     seconds = time_all({key: partial(finish, step, devices[key[0]]) for key, step in steps.items()})
     for name, buffer in buffers.items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
-        yield {"what": READ, "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}
+        yield {"what": "reading", "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}
     for (name, kind, n), taken in seconds.items():
         if kind == "forward":
             cache: Any = (roles[name].cache_of or roles[name]).cache

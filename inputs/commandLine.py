@@ -27,8 +27,8 @@ VERSION = "0.1.0"  # of the project
 class Parser(argparse.ArgumentParser):
     """argparse's parser, but flags are never abbreviated, and a wrong flag raises a UserError of one line."""
 
-    def __init__(self, *, allow_abbrev: bool = False, **options: Any) -> None:
-        super().__init__(allow_abbrev=allow_abbrev, **options)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         if flag := re.match(r"argument (--\w+): expected", message):
@@ -162,8 +162,8 @@ def visible(shown: str, keep: str = "\n") -> str:
     )
 
 
-def one_line(error: BaseException) -> str:
-    """An exception's message on one line of at most 200 characters."""
+def one_line(error: BaseException | str) -> str:
+    """An exception's message, or words, on one line of at most 200 characters."""
     message = " ".join(str(error).split()) or type(error).__name__
     return message if len(message) < 200 else message[:197] + "..."
 
