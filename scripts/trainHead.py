@@ -257,8 +257,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     record = origin([last_name(word) for word in argv], flags, args.device, models)
     variant = {"recipe": trainer.about["recipe"], "parameters": parameters, "history": trainer.history}
     record |= {"program": "-m scripts.trainHead", "dtype": pick_dtype(args.device), "variants": {"head": variant}}
-    tokens, seconds = (sum(of) for of in zip(*((len(part["tokens"]), float(part["seconds"])) for part in parts)))
-    record["written"] = {"tokens": tokens, "seconds": seconds}
+    tokens = sum(len(part["tokens"]) for part in parts)
+    record["written"] = {"tokens": tokens, "seconds": sum(float(part["seconds"]) for part in parts)}
     replace_file(args.out / f"head-{args.folder.name}.json", json.dumps(record, ensure_ascii=False) + "\n")
 
 
