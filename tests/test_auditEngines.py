@@ -21,11 +21,9 @@ def audit(flags, tmp_path, monkeypatch):
     """`audit_engines` for a method of each kind on the tiny pair: it returns the cells of the record."""
     settings = {"T 1": Sampling(1.0, 0, 1.0), "greedy": GREEDY}
     changed = {"FILE": tmp_path / "engines.json", "TEXTS": tmp_path / "texts", "SETTINGS": settings, "OWN": "fixed"}
-    changed |= {
-        "ENGINES": "generate:plain",
-        "FLAGS": f"{' '.join(prompted(flags, '--repeats'))} --dtype float32 --gamma 2",
-    }
-    for name, value in (changed | {"TEXT_TOKENS": 20, "PROMPTS": 4}).items():
+    words = f"{' '.join(prompted(flags, '--repeats'))} --dtype float32 --gamma 2"
+    changed |= {"ENGINES": "generate:plain", "FLAGS": words, "TEXT_TOKENS": 20, "PROMPTS": 4}
+    for name, value in changed.items():
         monkeypatch.setattr(auditEngines, name, value)
 
     def run(names=None, tokens=100, seed=0, mend=False):
@@ -119,9 +117,8 @@ def test_a_mended_engine_is_audited_beside_the_released_one(audit, monkeypatch):
     cells = audit("generate:plain")
     again = audit(mend=True)
     assert again.keys() == cells.keys() and len(programs) == 2 and "mended" in programs
-    assert audit.record["cells"] == [*cells.values()] and "generate:plain" in auditEngines.engines_table(
-        {"engines": (audit.record, [])}, "mended"
-    )
+    assert audit.record["cells"] == [*cells.values()]
+    assert "generate:plain" in auditEngines.engines_table({"engines": (audit.record, [])}, "mended")
     assert getattr(method, name)(None) == ("ids", {4: 2, 7: 3, 5: 9})
     with refused("--mended is for generate:plain"):
         audit("fixed", mend=True)

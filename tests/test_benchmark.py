@@ -7,7 +7,8 @@ from unittest.mock import patch
 import helpers
 import pytest
 import torch
-from conftest import ROOT, of_kind, one_line
+from conftest import ROOT, of_kind, one_line, refused
+from downloads import limit_disk
 from helpers import rounded_copy
 from test_speed import measurement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +34,7 @@ from methods.drafters import ModelDrafter
 from methods.programs.registry import Generate
 from report import figures
 from report.runTables import forwards_table, limits_of, round_table, said_of
-from utils import GREEDY, Sampling, UserError, pick
+from utils import GREEDY, Sampling, pick
 
 FREE = Sampling(1.0, 0, 1.0)
 
@@ -120,8 +121,6 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
 @pytest.mark.parametrize(
     "asked, words",
     [
-        ("--compare nobody", "unknown method 'nobody'; known are: all, draft"),
-        ("--compare llama.cpp:int3", "unknown method 'llama.cpp:int3'"),
         ("--compare fixed --target random:pythia-1m", "there is no shape 'pythia-1m'; known are: random:pythia-70m"),
         (f"--compare generate --target nobody --texts {ROOT}/docs", "docs is a folder that you may not write to"),
         ("--lossless fixed --acceptance 0.5", "--acceptance is for measuring speed"),
@@ -289,9 +288,8 @@ def test_the_limit_is_the_fastest_reading_of_as_many_bytes_or_more():
 def test_what_a_round_allows_is_theorys():
     seconds = {"plain step": [1.0], "draft step": [0.1], "scoring": [1.2], "sampling": [0.1], "round": [1.8]}
     table = round_table([step("round", part, taken, tokens=2) for part, taken in seconds.items()])
-    assert [str(row[-1]) for row in table.rows][-3:] == [
-        f"{(1 + a + a * a) / (0.2 + 1.2):.2f}" for a in (0.4, 0.6, 0.8)
-    ]
+    allowed = [f"{(1 + a + a * a) / (0.2 + 1.2):.2f}" for a in (0.4, 0.6, 0.8)]
+    assert [str(row[-1]) for row in table.rows][-3:] == allowed
     alone = [step("round", part, taken, tokens=2) for part, taken in seconds.items() if part != "draft step"]
     assert str(round_table(alone).rows[-1][-1]) == f"{2.44 / 1.2:.2f}"  # no draft model: a guess costs nothing
     counts = {"target": (10.0, []), "fixed": (15.0, [(6, 4), (4, 1)])}
@@ -354,8 +352,8 @@ def test_a_random_model_is_a_model_of_that_shape_and_its_tokenizer_has_as_many_t
 
 
 def test_a_shape_that_the_disk_does_not_hold_is_refused(shapes, monkeypatch):
-    monkeypatch.setattr(randomModels.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
-    with pytest.raises(UserError, match="are needed in .*, where only 1.0 KB are free"):
+    limit_disk(monkeypatch, 1000)
+    with refused("are needed in ", "where only 1.0 KB are free"):
         randomModels.write_random("random:large")
 
 

@@ -1,15 +1,14 @@
 """The course report's protocol by one command: tiny models and both data sets from a hub on localhost, one page out."""
 
-import io
 import re
 import shlex
 
 import pytest
 from conftest import ROOT, few_mistakes, one_line
 from localHub import Repository
+from test_downloadData import BOOKS, TABLES, table
 from test_speed import measurement as timed
 
-import datasets
 import downloadModel
 from experiments.runRecord import origin
 from experiments.settings import parse
@@ -25,12 +24,6 @@ STEPS = 9
 LOCAL = ("bundled-target", "bundled-draft", "--data", "sample")
 
 
-def parquet(texts):
-    buffer = io.BytesIO()
-    datasets.Dataset.from_dict({"text": texts}).to_parquet(buffer)
-    return buffer.getvalue()
-
-
 @pytest.fixture
 def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
     """The hub, with tiny models under Pythia's names and short data sets."""
@@ -39,9 +32,9 @@ def served(hub, models_folder, pair_folder, tmp_path, monkeypatch):
         hub.models[name] = Repository({file.name: file for file in (pair_folder / folder).iterdir()})
     lines = [" The lamp was lit and the tide was out in the harbour ." * 8 + f" {year} \n" for year in range(9)]
     lines.insert(0, " = Harbour = \n")
-    hub.datasets["Salesforce/wikitext"] = Repository({"wikitext-2-raw-v1/test-00000-of-00001.parquet": parquet(lines)})
+    hub.datasets["Salesforce/wikitext"] = Repository({TABLES[0]: table(text=lines)})
     books = [f"Nobody in harbour {i} had heard the bell, though the lamp was lit.\n" * 5 for i in range(3)]
-    hub.datasets["emozilla/pg19"] = Repository({"data/test-00000-of-00001.parquet": parquet(books)})
+    hub.datasets["emozilla/pg19"] = Repository({BOOKS: table(text=books)})
     return hub
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import zipfile
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -21,10 +22,6 @@ from inputs import files
 from inputs import gguf as converter
 from inputs.hub import Manifest
 from inputs.models import find_model, load_model, load_tokenizer
-
-gguf = pytest.importorskip("gguf")
-if converter.GGUFReader is None:
-    pytest.skip("transformers is older than 5.18", allow_module_level=True)
 
 HEADS, GROUPS, SIZE, VOCABULARY, LAYERS, WIDTH, INNER = 4, 2, 16, 300, 2, 64, 96
 TEMPLATE = "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>\n{% endfor %}"

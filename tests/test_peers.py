@@ -108,9 +108,8 @@ def compared(run, pair_folder, monkeypatch):
             return processes[-1]
 
         monkeypatch.setattr(peers, "ProgramProcess", pretend)
-        return run(
-            f"--compare {','.join(PRETENDED)} --maxLen 7 --dtype float32 --device cpu", *more, code=code
-        ), processes
+        words = f"--compare {','.join(PRETENDED)} --maxLen 7 --dtype float32 --device cpu"
+        return run(words, *more, code=code), processes
 
     call.models = models
     return call
