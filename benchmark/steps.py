@@ -41,7 +41,7 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     settings, target = inputs.settings, models["target"]
     (prompt, *_) = inputs.rows
     sampling, gamma = settings.sampling.of("steps"), settings.decoding.gamma_of("fixed")
-    drafter = guesser(dict(models), settings.decoding)
+    drafter = guesser(models, settings.decoding)
     least = min((target, *drafter.models), key=lambda model: model.context)
     if not drafter.varies and 1 + ROUNDS * (gamma + 1) >= least.context:
         rounds = f"{ROUNDS} rounds of {gamma} guesses, which the context of {least.name} does not hold"

@@ -55,7 +55,7 @@ def play(inputs: Inputs, argv: Sequence[str] = ()) -> int:
         return converse(inputs)
     settings, models, tokenizer = inputs.settings, inputs.load_first(), inputs.tokenizer
     name, file, show = settings.measuring.played or "", settings.output.html, settings.output.show
-    sampler = build([name], dict(models), settings.decoding)[name]
+    sampler = build([name], models, settings.decoding)[name]
     screen = Screen(tokenizer, ends=inputs.end_tokens, pace=PACE if show else 0)
     screen.console.quiet = not show
     questions, max_len = settings.texts.questions, settings.sampling.max_len_of("show")
@@ -206,7 +206,7 @@ class Chat:
         self.inputs, settings, self.tokenizer = inputs, inputs.settings, inputs.tokenizer
         with redirect_stdout(sys.stderr):  # Only answers are written where no terminal is.
             models = inputs.load_first()
-        self.samplers = build(["target", "speculative"], dict(models), settings.decoding)
+        self.samplers = build(["target", "speculative"], models, settings.decoding)
         self.target = models["target"]
         # A draft with another tokenizer reads other tokens.
         self.drafts = [model for model in models.values() if model is not self.target and not inputs.translation]

@@ -84,7 +84,7 @@ def check_methods(inputs: Inputs) -> tuple[Table, list[str]]:
             models = inputs.load_as_timed("float32")
             stayed = [model.name for model in models.values() if engine == "compiled" and not is_compiled(model)]
             faults += [f"{name} stays eager: it cannot be compiled here." for name in stayed]
-            for name, write in build(["target", *names], dict(models), settings.decoding).items():
+            for name, write in build(["target", *names], models, settings.decoding).items():
                 texts, _ = write(prompts, max_len=LENGTH, sampling=GREEDY)  # Captures graphs.
                 plain = plain or texts
                 if name not in rows:

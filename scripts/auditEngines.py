@@ -18,7 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import ceil
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -39,7 +39,6 @@ from lossless.evidence import limit_of
 from lossless.trial import Trial
 from methods.catalogue import CATALOGUE, METHODS, Role, build, choose
 from methods.programs.program import FOLDER
-from methods.samplers import Models
 from report.losslessReport import POWER_COLUMNS
 from report.tables import Table, markdown, name_of, table_of
 from scripts import mended
@@ -99,7 +98,7 @@ def judged(
     sampling, rows, guessing = SETTINGS[setting], inputs.rows, None
     unit = torch.finfo(torch.float16).eps / 2 if method.is_quantised else method.unit_roundoff
     if "lookup" in name:
-        guessing = build(["lookup"], cast(Models, models), inputs.settings.decoding)["lookup"]
+        guessing = build(["lookup"], models, inputs.settings.decoding)["lookup"]
     auditor = Auditor(models["target"], models["draft"], unit, seed, LIMIT, guessing=guessing)
     if not sampling.temperature:
         return auditor.greedy(rows, drawn_texts(method, rows, GREEDY_TOKENS, sampling, seed), sampling)
@@ -175,7 +174,7 @@ def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, se
             elif name not in methods:
                 shape = TREE if METHODS[name].grows_trees else None  # self and head guess chains here.
                 decoding = replace(inputs.settings.decoding, tree=shape)
-                methods[name] = OwnMethod(build([name], cast(Models, models), decoding)[name])
+                methods[name] = OwnMethod(build([name], models, decoding)[name])
             method = methods[name]
             cell |= {"version": method.version, "precision": method.precision, "settings": dict(method.settings)}
             cell |= judged(method, key, inputs, judges, most, field)

@@ -148,7 +148,7 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     the first, one of the first two, and one of two by the best rule is accepted.
     """
     (name,) = inputs.settings.measuring.names - {"target"}
-    sampler: Any = build([name], dict(models), inputs.settings.decoding)[name]
+    sampler: Any = build([name], models, inputs.settings.decoding)[name]
     siblings, texts, inner = [0.0] * 4, list[dict[str, Any]](), list[int]()  # inner: rows of each inner round
     shape = {"tree": Fixed(MENU[-1])} if name == "topDown" else {"gamma": Fixed(GAMMA)}
     if name == "cascade":

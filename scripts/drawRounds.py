@@ -96,7 +96,7 @@ def main() -> None:
     script_parser("python -m scripts.drawRounds", __doc__).parse_args()  # There is only --help.
     inputs = load_inputs(parse([*FLAGS.split(), "--prompt", PROMPT]))
     models = inputs.load_first()
-    samplers = build(["target", "fixed"], dict(models), inputs.settings.decoding)
+    samplers = build(["target", "fixed"], models, inputs.settings.decoding)
     runs: dict[str, list[Any]] = {"plain": [], "speculative": []}
     for name, sampler in [*zip(runs, samplers.values())] * (1 + REPEATS):  # The first time warms up.
         trace, seeded = Trace(), torch.Generator().manual_seed(0)
