@@ -32,6 +32,7 @@ START = 64  # tokens before those of a forward
 ROUNDS = 3  # that are timed at once; the first does not count
 LARGE = 512 << 20  # Bytes: more than any processor's cache holds.
 TURNS, BUDGET = (5, 40), 20.0  # The least and the most turns; seconds after which no new turn begins.
+READ = "reading"  # the role of a line that says how long it takes to read bytes
 
 TimeAll = Callable[[Mapping[Any, Step]], dict[Any, list[float]]]
 
@@ -41,7 +42,7 @@ def measure_steps(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     settings, target = inputs.settings, models["target"]
     (prompt, *_) = inputs.rows
     sampling, gamma = settings.sampling.of("steps"), settings.decoding.gamma_of("fixed")
-    drafter = guesser(models, settings.decoding)
+    drafter = guesser(dict(models), settings.decoding)
     least = min((target, *drafter.models), key=lambda model: model.context)
     if not drafter.varies and 1 + ROUNDS * (gamma + 1) >= least.context:
         rounds = f"{ROUNDS} rounds of {gamma} guesses, which the context of {least.name} does not hold"
@@ -140,7 +141,7 @@ def forward_lines(
     seconds = time_all({key: partial(finish, step, devices[key[0]]) for key, step in steps.items()})
     for name, buffer in buffers.items():
         turns = zip(*(taken for key, taken in seconds.items() if key[:2] == (name, "read")))
-        yield {"what": "reading", "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}
+        yield {"what": READ, "role": name, "bytes": buffer.nbytes, "seconds": [min(turn) for turn in turns]}
     for (name, kind, n), taken in seconds.items():
         if kind == "forward":
             cache: Any = (roles[name].cache_of or roles[name]).cache

@@ -189,7 +189,7 @@ def audit(inputs: Inputs, models: LoadedModels, append: Append) -> None:
     sampling, order, guessing = settings.sampling.of("audit"), None, None
     if inputs.translation is None:  # A draft with a tokenizer of its own may have no room for the texts.
         order = models.get("draft")
-        guessing = build([settings.guesses_along], models, settings.decoding)[settings.guesses_along]
+        guessing = build([settings.guesses_along], dict(models), settings.decoding)[settings.guesses_along]
     auditor = Auditor(
         models["target"],
         order,

@@ -20,7 +20,7 @@ from torch import Tensor
 from decoding.drafter import Drafter, Guesses
 from decoding.rows import Rows
 from decoding.tree import Places, Tree
-from decoding.treeRules import first_in_postorder, judge, take_path, traversal_rule
+from decoding.treeRules import in_postorder, judge, take_path, traversal_rule
 from decoding.verification import token_rule
 from engine.cachedModel import CachedModel
 from methods.drafters import ModelDrafter
@@ -28,7 +28,7 @@ from methods.lookup import LookupFirst
 from methods.otherTokenizer import OtherTokenizerDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from specSampling import specSampling
-from utils import Sampling, at_place, pick, residual
+from utils import Sampling, pick, residual
 
 Part = TypeVar("Part", bound=Callable[..., Any])
 Verified = tuple[Tensor, Tensor]  # by a rule for chains (decoding/verification.py)
@@ -104,10 +104,17 @@ def mistake(name: str, part: str = "verify", **fields: Any) -> Callable[[Part], 
     return add
 
 
+def after(p: Tensor, accepted: Tensor) -> Tensor:
+    """The distribution of the token after the accepted guesses: `p[B, n + 1, V]`, `accepted[B]` -> `[B, V]`. Of q
+    `[B, n, V]` that of the rejected guess, or 0."""
+    p = F.pad(p, (0, 0, 0, 1))
+    return p.gather(1, accepted[:, None, None].expand(-1, 1, p.shape[-1]))[:, 0]
+
+
 def judged_by(wrong_p: Tensor, wrong_q: Tensor, p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """Accepts guesses by the wrong distributions. The token after a rejection is drawn from the right residual."""
     accepted, _ = token_rule(wrong_p, wrong_q, drafts, u)
-    return accepted, pick(residual(at_place(p, accepted), at_place(F.pad(q, (0, 0, 0, 1)), accepted)), u[:, -1])
+    return accepted, pick(residual(after(p, accepted), after(q, accepted)), u[:, -1])
 
 
 def one_hot(q: Tensor, drafts: Tensor) -> Tensor:
@@ -119,7 +126,7 @@ def one_hot(q: Tensor, drafts: Tensor) -> Tensor:
 def always_accept(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """every guess is accepted"""
     accepted = (q.gather(-1, drafts[..., None]) > 0).sum((1, 2))  # Where a row has no guess, q is 0.
-    return accepted, pick(at_place(p, accepted), u[:, -1])
+    return accepted, pick(after(p, accepted), u[:, -1])
 
 
 @mistake("inverted", seen_in="R. Gadgil, Towards Data Science 2024 (where q > p)")
@@ -133,7 +140,7 @@ def inverted(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
 def replace_from_p(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """a rejected guess is replaced from p, not from the residual"""
     accepted, _ = token_rule(p, q, drafts, u)
-    return accepted, pick(at_place(p, accepted), u[:, -1])
+    return accepted, pick(after(p, accepted), u[:, -1])
 
 
 @mistake("shared noise", seen_in="vllm 54282", drafters=ModelDrafter)
@@ -145,11 +152,11 @@ def shared_noise(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     the other tokens are new exponential numbers, as the exponential distribution has no memory. So E is drawn after x.
     """
     accepted, _ = token_rule(p, q, drafts, u)
-    q = at_place(F.pad(q, (0, 0, 0, 1)), accepted)  # 0 where no guess was rejected: then E is new
+    q = after(q, accepted)  # 0 where no guess was rejected: then E is new
     generator = torch.Generator(p.device).manual_seed(int(u[0, -1] * 2**24))
     least = torch.empty(len(p), 1, device=p.device).exponential_(generator=generator)
     rest = torch.empty_like(q).exponential_(generator=generator)
-    return accepted, ((q * least + rest) / residual(at_place(p, accepted), q)).argmin(-1)
+    return accepted, ((q * least + rest) / residual(after(p, accepted), q)).argmin(-1)
 
 
 @mistake("half handed over", drafters=ModelDrafter)
@@ -187,8 +194,8 @@ def unfiltered(drafter: Any, sampling: Sampling) -> Drafter:
 def late_rejection(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor) -> Verified:
     """a rejected guess is dropped, and the token drawn after it takes its place"""
     accepted, token = token_rule(p, q, drafts, u)
-    rejected = at_place(F.pad(q, (0, 0, 0, 1)), accepted).sum(-1) > 0
-    late = pick(at_place(p, (accepted + 1).clamp(max=drafts.shape[1])), u[:, -1])
+    rejected = after(q, accepted).sum(-1) > 0
+    late = pick(after(p, (accepted + 1).clamp(max=drafts.shape[1])), u[:, -1])
     return accepted, torch.where(rejected, late, token)
 
 
@@ -339,7 +346,10 @@ def mass_not_updated(p: Tensor, q: Tensor, drafts: Tensor, u: Tensor, tree: Tree
     for node, parent in enumerate(tree.parents):
         ratio = torch.where(q_x[:, node] > 0, p_x[:, node] / q_x[:, node], 0)
         weights.append((weights[parent] * ratio).clamp(max=1))
-    route = first_in_postorder(u[:, :-1] < torch.stack(weights[1:], 1), tree)
+    passed = u[:, :-1] < torch.stack(weights[1:], 1)
+    route = torch.ones_like(drafts[:, 0])
+    for node in reversed(list(in_postorder(tree))[:-1]):
+        route = torch.where(passed[:, node - 1], tree.ancestors[node], route)
     return take_path(p, judge(p, q, drafts, tree, carried=True)[0], route, u[:, -1], tree)
 
 

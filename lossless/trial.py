@@ -35,7 +35,7 @@ from lossless.evidence import BINS, Evidence, limit_of, seen_by
 from lossless.mistakes import MISTAKES
 from lossless.scorer import Texts, TextScorer, greedy_figures, guesses_along
 from methods.catalogue import METHODS, build
-from methods.samplers import Sampler
+from methods.samplers import Models, Sampler
 from utils import Sampling, upload
 
 FIRST = 2  # Texts of a planted mistake in the first test; each later test has twice as many, at most a batch more.
@@ -89,7 +89,7 @@ class Trial:
 
     def __init__(self, inputs: Inputs, models: LoadedModels, dtype: str, append: Append) -> None:
         settings = inputs.settings
-        self.inputs, self.models, self.dtype, self.append = inputs, models, dtype, append
+        self.inputs, self.models, self.dtype, self.append = inputs, cast(Models, models), dtype, append
         self.names, self.decoding = settings.measuring.groups["lossless"], settings.decoding
         self.sampling, self.max_len = settings.sampling.of("lossless"), settings.sampling.max_len_of("lossless")
         self.texts, self.seed = settings.texts_at_once, settings.measuring.seed  # texts of a call of a method
@@ -130,11 +130,13 @@ class Trial:
         guessing: the same method once more, which guesses along the texts; None: it guesses nothing. No text ends
         early: u is uniform over all tokens only if the tokens do not decide how many there are.
         """
-        prompts, logits = self.choose(first, count), None
+        prompts, guesses = self.choose(first, count), None
         generator = torch.Generator(self.inputs.device).manual_seed(self.seed + 1_000_003 * first)
         options: Any = {"sampling": scorer.sampling, "generator": generator, "batch": self.batch}
         texts, _ = sampler(prompts, max_len=self.max_len, **options)
-        guesses = guessing and guesses_along(guessing, prompts, texts, **options)
+        if guessing is not None:
+            guesses = guesses_along(guessing, prompts, texts, **options)
+        logits = None
         if self.dtype != "float32":
             width = self.decoding.gamma_of("fixed") + 1
             logits = logits_as_written(scorer.target, width, prompts, texts, self.batch)
