@@ -96,7 +96,7 @@ def reads_trees(
 @functools.cache
 def digest_of_code(wrap: Wrap) -> str:
     """A digest of the modules that read over slots, and of those that check it."""
-    modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, trees_of)]
+    modules = [sys.modules[part.__module__] for part in (wrap, Block, Places, small_twin, trees_of, excluded)]
     return hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
 
 

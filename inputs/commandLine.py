@@ -208,6 +208,6 @@ def as_script(script: str, kept: str, smaller: str = "use smaller models") -> Ca
     """A decorator: the function is run as a command and returns the exit code. See `as_command`."""
 
     def decorate(work: Callable[..., int | None]) -> Callable[..., int]:
-        return wraps(work)(lambda *args: as_command(script, partial(work, *args), kept, smaller))
+        return wraps(work)(lambda *args, **options: as_command(script, partial(work, *args, **options), kept, smaller))
 
     return decorate

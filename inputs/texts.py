@@ -97,7 +97,7 @@ def find_texts(name: str) -> Path:
     """The file or folder of a data set. Raises UserError if it does not exist."""
     if name not in FOLDERS and os.path.isfile(files.DATASETS / name / MANIFEST):
         return files.DATASETS / name
-    return Path(os.path.abspath(find_named(name, FOLDERS, "data set", "--dataset")))
+    return find_named(name, FOLDERS, "data set", "--dataset")
 
 
 def find_named(name: str, known: Mapping[str, str], what: str, flag: str) -> Path:
@@ -107,7 +107,7 @@ def find_named(name: str, known: Mapping[str, str], what: str, flag: str) -> Pat
         path = files.DATASETS / known[name]
         missing = f"there is no datasets/{known[name]}; get it with downloadData.py ({name}), or use {flag} sample"
     else:
-        path = Path(os.path.expanduser(name))
+        path = Path(os.path.abspath(os.path.expanduser(name)))
         missing = f"it is not one of {', '.join(known)}, and no such path exists{did_you_mean(name, known)}"
     if not os.path.exists(path):
         raise UserError(f"{what} {name!r}: {missing}")

@@ -200,8 +200,9 @@ class TextScorer:
         relative = (2 * config.num_hidden_layers) ** 0.5 * (unit + config.hidden_size**0.5 * accumulated)
         factor = max(self.sampling.repetition_penalty, 1 / self.sampling.repetition_penalty)
         out = excluded(logits)  # They would widen the spread without bound.
-        mean = logits.masked_fill(out, 0).sum(-1, keepdim=True) / (~out).sum(-1, keepdim=True)
-        spread = torch.where(out, mean, logits).std(-1, keepdim=True)
+        kept, numbers = (~out).sum(-1, keepdim=True), logits.masked_fill(out, 0)
+        numbers = torch.where(out, numbers.sum(-1, keepdim=True) / kept, logits)
+        spread = numbers.std(-1, keepdim=True) * ((logits.shape[-1] - 1) / (kept - 1).clamp(min=1)) ** 0.5
         inside, last = relative * spread, unit * (logits.amax(-1, keepdim=True).abs() + 2 * spread)
         return factor * (inside + last), factor * (8 * inside + 2 * last)
 

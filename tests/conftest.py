@@ -85,8 +85,8 @@ def frozen_heap():
 @pytest.fixture(scope="session", autouse=True)
 def short_measurements(tmp_path_factory):
     """No step is warmed up until its time is right nor timed again where a busy machine stalled, a sweep measures each
-    step twice, and the target's own copy is measured on short texts and kept in a folder of this test run. The machine
-    seems idle, though the suite uses it: a run would say so. Nothing waits for the disk."""
+    step twice, and the target's own copy is measured on short texts and kept in a folder of this test run. Nothing
+    waits for the disk."""
     folder = tmp_path_factory.mktemp("copies")
     base = tmp_path_factory.getbasetemp()
     verdicts = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # one folder for all workers
@@ -95,7 +95,6 @@ def short_measurements(tmp_path_factory):
             patch.setattr(f"experiments.{name}", value)
         patch.setattr("experiments.sweep.REPEATS", 2)
         patch.setattr(os, "fsync", lambda file: None)
-        patch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
         patch.setattr(copies, "cache_folder", lambda: folder)
         patch.setattr(gate, "cache_folder", lambda: verdicts)
         patch.setattr(selfDraft, "TEXTS", (2, 12))

@@ -193,6 +193,15 @@ def test_tokens_that_a_model_excludes_hide_no_mistake(target, low):
     assert judge.greedy(prompts, texts, GREEDY)["beyond"] >= 1
 
 
+def test_what_rounding_explains_is_that_of_the_tokens_that_are_not_excluded(target):
+    logits = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    scorer = TextScorer(target, None, COLD, unit=UNIT)
+    few, all_of_them = (
+        scorer.rounding(some) for some in (logits[:, 900:], logits.index_fill(-1, torch.arange(900), -1e4))
+    )
+    assert torch.allclose(torch.cat(few), torch.cat(all_of_them))
+
+
 @pytest.mark.parametrize("order", [False, True])
 def test_logits_that_are_not_finite_are_an_error_and_no_text_that_passes(target, order):
     """Those of the target, or of the draft that orders the vocabulary."""

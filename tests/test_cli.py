@@ -549,8 +549,8 @@ def test_ctrl_c_ends_a_text_with_what_was_shown(chat, monkeypatch, capsys):
 @pytest.mark.parametrize("mode", ["", "--speedNew", "--contrastive", "--draft lookup"])
 def test_a_text_is_shown_as_it_is_decoded_and_as_a_page(run, flags, tmp_path, capsys, mode):
     page = tmp_path / "page.html"
-    run(f"{mode} --show --html", page, "--prompt", "The <bell> \x1b[2J", base=prompted(flags))
+    run(f"{mode} --show --html", page, "--prompt", "The <bell> \x1b[2J\x9b\u202e", base=prompted(flags))
     out, source = capsys.readouterr().out, page.read_text()
-    assert "The <bell> \\x1b[2J" in out and page.name in out.replace("\n", "")
-    assert "The &lt;bell&gt; \\x1b[2J" in source and "\x1b" not in out + source
+    assert "The <bell> \\x1b[2J\\x9b\\u202e" in out and page.name in out.replace("\n", "")
+    assert "The &lt;bell&gt; \\x1b[2J\\x9b\\u202e" in source and not {*"\x1b\x9b\u202e"} & {*out, *source}
     assert os.listdir(tmp_path) == ["page.html"]

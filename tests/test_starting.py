@@ -51,11 +51,12 @@ def test_the_help_of_the_benchmark_has_its_own_defaults():
 
 
 @pytest.mark.parametrize("others, waiting", [(20, "None"), (90, "passive")])
-def test_beside_a_busy_process_threads_do_not_spin(tmp_path, others, waiting):
+def test_beside_a_busy_process_threads_do_not_spin(tmp_path, monkeypatch, others, waiting):
     script = tmp_path / "script.py"
     script.write_text("import os\ndef main(): print(os.environ.get('OMP_WAIT_POLICY'))")
     usage = f"import os, psutil; os.cpu_count = lambda: 1; psutil.cpu_percent = lambda interval: {others}"
     start = f"starting.answered = lambda *_: 0; starting.run({str(script)!r}, 'm.f')"
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     done = run("-c", f"{usage}; from inputs import starting; {start}")
     assert done.stdout == f"{waiting}\n", done.stderr
 
