@@ -29,7 +29,7 @@ def model_repository():
 
 def download(*arguments):
     """The exit code of downloadModel.py."""
-    return downloadModel.main([*arguments])
+    return downloadModel.main(argv=[*arguments])
 
 
 def assert_error(capsys, *words, arguments=(NAME,), script=downloadModel):
