@@ -39,10 +39,10 @@ def upload(values: Sequence[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def check_share(name: str, value: float) -> float:
-    """`value`, if it lies in [0, 1]. Raises UserError otherwise."""
+def check_threshold(value: float) -> float:
+    """A threshold, if it lies in [0, 1]. Raises UserError otherwise."""
     if not 0 <= value <= 1:
-        raise UserError(f"{name} must lie in [0, 1], not {value}")
+        raise UserError(f"threshold must lie in [0, 1], not {value}")
     return value
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from decoding.drafter import Fixed, LengthRule, check_gamma
 from decoding.rows import Rows
 from decoding.tree import Tree
-from utils import check_share
+from utils import check_threshold
 
 
 class Additive(Fixed):
@@ -45,7 +45,7 @@ class DraftConfidence(Fixed):
 
     def __init__(self, length: int = 10, draft_threshold: float = 0.4) -> None:
         super().__init__(length)
-        self.threshold = check_share("threshold", draft_threshold)
+        self.threshold = check_threshold(draft_threshold)
 
     def stop(self, q_x: Tensor) -> Tensor:
         return q_x < self.threshold
@@ -57,7 +57,7 @@ class TargetConfidence(Fixed):
 
     def __init__(self, length: int = 4, target_threshold: float = 0.5) -> None:
         super().__init__(length)
-        self.threshold = check_share("threshold", target_threshold)
+        self.threshold = check_threshold(target_threshold)
 
     def sure(self, p_x: Tensor) -> Tensor:
         return p_x >= self.threshold

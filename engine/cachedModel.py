@@ -228,7 +228,11 @@ class CachedModel(Model):
 
     def features_of_rows(self, count: int) -> Tensor:
         """The features of the first rows of a block, `[count, capacity + 1, d]`."""
-        assert self.features is not None, "the model whose features these are must read a prompt first"
+        if self.features is None:
+            raise UserError(
+                f"{self.name} reads the features of another model, which has read nothing; if one of them was "
+                "compiled, compile the other too: `compiled(head, target)`"
+            )
         return self.features[self.first_row : self.first_row + count]
 
     def features_before(self, slots: Tensor, places: Places | None) -> Tensor:

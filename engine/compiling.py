@@ -8,6 +8,7 @@ import sys
 from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel
+from utils import out_of_memory
 
 
 def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
@@ -28,6 +29,8 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         engine = CudaModel if model.device.type == "cuda" else CpuModel
         result = engine(model.model, model.vocabulary, model.name, cache_of, features)
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
+        if out_of_memory(error):  # Some of its layers may be packed.
+            raise
         no_compiler = isinstance(error, subprocess.CalledProcessError)
         reason = "the C++ compiler failed" if no_compiler else " ".join(str(error).split())[:200]
         print(f"{model.name} stays eager: it cannot be compiled here ({reason})", file=sys.stderr)

@@ -15,7 +15,7 @@ from decoding.verification import Rule, VerificationRule, block_rule, token_rule
 from engine.cachedModel import CachedModel, Tap
 from engine.decoderLayers import Description
 from engine.kernels import loader
-from utils import Sampling, penalised
+from utils import Sampling, UserError, penalised
 
 
 class CpuModel(CachedModel):
@@ -121,7 +121,7 @@ class CpuModel(CachedModel):
             torch.ops.native.move([self.store.features[:, None]], source + 1, slots + 1, self.first_row)
 
     def keep_features(self, tap: Tap) -> None:
-        raise TypeError(f"{self.name} is packed for the kernels; it can be given a head only before that")
+        raise UserError(f"{self.name} is compiled: load its head before that")
 
     def probabilities(
         self, logits: Tensor, sampling: Sampling, seen: Tensor | None = None, counts: Tensor | None = None

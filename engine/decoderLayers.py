@@ -22,7 +22,9 @@ from engine.gate import TOLERANCE, comparable, is_altered
 from engine.head import HeadNetwork
 from engine.kernels.packedLinear import SIDE, packed, packed_codes
 from engine.quantised import QuantisedLinear, tolerance_of
+from engine.sharedWeights import RestrictedHead
 from engine.smallTwin import CONTEXT, small_twin
+from utils import UserError
 
 ACTIVATIONS = {"gelu": 0, "gelu_new": 1, "gelu_fast": 1, "gelu_pytorch_tanh": 1, "relu": 2, "silu": 3, "swish": 3}
 WIDEST = 256  # numbers in a head (attention.h)
@@ -93,7 +95,7 @@ NAMES = {  # by the name of the class in transformers: models of other types may
 }  # fmt: skip
 
 
-# {configuration: the parts in each layer of its small twin, which the kernels compute}
+# {configuration: the parts around the layers of its small twin and in each of them, which the kernels compute}
 _AGREE: dict[str, list[dict[str, type]]] = {}
 
 
@@ -107,7 +109,7 @@ class PackedLayer(nn.Module):
         self.parts = parts
 
     def forward(self, *args: object, **kwargs: object) -> None:
-        raise RuntimeError("this model is packed for the kernels; its layers cannot be called one by one")
+        raise UserError("this model is compiled: what else shall read its layers must be made before that")
 
 
 def names_of(model: PreTrainedModel) -> Names:
@@ -202,12 +204,18 @@ class Description:
             raise RuntimeError("its heads are not those of its configuration")
         return joined
 
+    def around(self) -> nn.ModuleDict:
+        """The parts before and after the layers. Of a `RestrictedHead` it has the layer inside."""
+        names, head = self.names, self.model.get_output_embeddings()
+        parts = {"embedding": names.embedding, "positions": names.positions, "last": names.last}
+        around = {part: self.base.get_submodule(name) for part, name in parts.items() if name}
+        return nn.ModuleDict(around | {"head": head.inner if isinstance(head, RestrictedHead) else head})
+
     def decoder(self, layers: Sequence[dict[str, Tensor]], tap: Tap | None = None, places: Sequence[int] = ()) -> Any:
         """The `Decoder` of these layers, with a tap. places: the numbers of the layers in the model, if not all."""
-        config, names, head = self.config, self.names, self.model.get_output_embeddings()
-        embedding = self.base.get_submodule(names.embedding)
-        ends = {"embedding": embedding.weight.detach()}
-        ends |= norm("last", last := self.base.get_submodule(names.last), names.gain)
+        config, names, around = self.config, self.names, self.around()
+        embedding, last, head = around["embedding"], around["last"], around["head"]
+        ends = {"embedding": embedding.weight.detach(), **norm("last", last, names.gain)}
         places = places or range(len(layers))
         kinds = [self.kinds[i] if self.kinds else "sliding_attention" for i in places]
         rotated = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
@@ -215,9 +223,9 @@ class Description:
         ends["tables"] = torch.tensor([table if rotated[i] else -1 for i, table in zip(places, tables)])
         ends["windowed"] = torch.tensor([int(self.window > 0 and kind == "sliding_attention") for kind in kinds])
         if names.positions:
-            ends["positions"] = self.base.get_submodule(names.positions).weight.detach()
-        if hasattr(head, "tokens"):  # engine/sharedWeights.py:RestrictedHead
-            ends["kept"], head = head.tokens, head.inner
+            ends["positions"] = around["positions"].weight.detach()
+        if isinstance(whole := self.model.get_output_embeddings(), RestrictedHead):
+            ends["kept"] = whole.tokens
         if not hasattr(head, "packed"):
             head.packed = in_blocks([head])
         ends["head"] = head.packed
@@ -242,7 +250,7 @@ class Description:
         }  # fmt: skip
         set_to = partial(getattr, config)
         numbers = {
-            "eps": getattr(last, "eps", None) or last.variance_epsilon,
+            "eps": last.eps if hasattr(last, "eps") else last.variance_epsilon,
             "scale": set_to("attention_multiplier", set_to("query_pre_attn_scalar", self.width) ** -0.5),
             "cap": set_to("attn_logit_softcapping", None) or 0,
             "embedding_scale": set_to("embedding_multiplier", 1),
@@ -259,7 +267,7 @@ class Description:
         """Raise RuntimeError if the kernels do not compute what the model computes: first a small twin in float32, from
         the first position to the last, where every difference but rounding is seen; then the model itself with three
         of its layers, and with each whose numbers no earlier one has. (Some models scale each layer by its number.)
-        All its layers have the parts of the twin's: an adapter in a part's place may change so little that 16 bits
+        All its parts are of the classes of the twin's: an adapter in a part's place may change so little that 16 bits
         hide it, or be in other layers."""
         key = f"{type(self.model)} {self.config.to_json_string(use_diff=False)}"
         is_head = isinstance(self.model, HeadNetwork)
@@ -270,13 +278,15 @@ class Description:
                 raise RuntimeError(f"no small twin can be created to check the kernels ({error})") from error
             twin = Description(small, 96)
             twin.check_layers(range(twin.config.num_hidden_layers), CONTEXT, OF_TWIN)
-            _AGREE[key] = [parts_in(layer) for layer in getattr(twin.base, twin.names.layers)]
-        for layer in layers:
-            if shapes_in(layer) != shapes_in(layers[0]):
-                raise RuntimeError("its layers have several sizes")
-            if not is_head and not any(parts_in(layer).items() <= right.items() for right in _AGREE[key]):
-                raise RuntimeError("parts of its layers are not those of its class")
-        numbers = [numbers_in(layer) for layer in layers]
+            _AGREE[key] = [parts_in(part) for part in [twin.around(), *getattr(twin.base, twin.names.layers)]]
+        if any(shapes_in(layer) != shapes_in(layers[0]) for layer in layers):
+            raise RuntimeError("its layers have several sizes")
+        for part in [] if is_head else [self.around(), *layers]:
+            if not any(parts_in(part).items() <= right.items() for right in _AGREE[key]):
+                raise RuntimeError("parts of it are not those of its class")
+        numbers, last = [numbers_in(layer) for layer in layers], numbers_in(self.around()["last"])
+        if len({value for of in [*numbers, last] for _, name, value in of if name.endswith(("eps", "epsilon"))}) > 1:
+            raise RuntimeError("its norms have several eps")
         others = {place for place, each in enumerate(numbers) if each not in numbers[:place]}
         self.check_layers(sorted({len(layers) // 2, len(layers) - 1} | others), 64)
 
@@ -300,6 +310,8 @@ class Description:
         before = {"features": features[:, :count].to(dtype)} if isinstance(self.model, HeadNetwork) else {}
         decoder.bind(*states, *self.angles(count), features)
         logits = decoder.forward(tokens, positions, *[None] * 5, 0)
+        if tap is not None:  # transformers marks what it records hidden states of at the first time, and for good.
+            self.model(input_ids=tokens[:, :1], use_cache=False, output_hidden_states=True)
         setattr(self.base, self.names.layers, nn.ModuleList(chosen))
         try:
             if kinds:
@@ -335,9 +347,9 @@ class Description:
         return decoder
 
 
-def parts_in(layer: nn.Module) -> dict[str, type]:
-    """{name: class} of the parts of a layer but those that a copy in few bits has instead."""
-    return {name: type(part) for name, part in layer.named_modules() if not isinstance(part, QuantisedLinear)}
+def parts_in(module: nn.Module) -> dict[str, type]:
+    """{name: class} of the parts of a module but those that a copy in few bits has instead."""
+    return {name: type(part) for name, part in module.named_modules() if not isinstance(part, QuantisedLinear)}
 
 
 def numbers_in(layer: nn.Module) -> list[tuple[str, str, float]]:

@@ -26,7 +26,7 @@ from transformers.masking_utils import LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
 from decoding.tree import Places, Tree
 from engine.kernels.loader import cache_folder
 from engine.kvCache import Block
-from engine.smallTwin import small_twin
+from engine.smallTwin import BUILDING, small_twin
 from utils import UserError, excluded
 
 if TYPE_CHECKING:
@@ -66,17 +66,18 @@ def reads_trees(
             VERDICTS[key] = {"trees": True, "no trees": False}[file.read_text(encoding="utf-8")]
     altered = model is not None and is_altered(model)
     if key not in VERDICTS:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # The products of a twin are small, and several threads mostly wait for each other.
-        try:
-            VERDICTS[key] = trees_of(small_twin(config, kind), config, wrap, TOLERANCE[torch.float32])
-        except UserError:
-            raise
-        except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
-            if reason := known_reason(config, kind):
-                raise refusal(config, reason) from error
-        finally:
-            torch.set_num_threads(threads)
+        with BUILDING:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)  # The products of a twin are small, and several threads mostly wait.
+            try:
+                VERDICTS[key] = trees_of(small_twin(config, kind), config, wrap, TOLERANCE[torch.float32])
+            except UserError:
+                raise
+            except Exception as error:  # A class that cannot be instantiated at this size can raise nearly anything.
+                if reason := known_reason(config, kind):
+                    raise refusal(config, reason) from error
+            finally:
+                torch.set_num_threads(threads)
         if key in VERDICTS and kind.__module__.startswith("transformers.") and not altered:
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -129,10 +130,7 @@ def refusal(config: PretrainedConfig, reason: str) -> UserError:
 
 def known_reason(config: PretrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     """Why models of this type cannot be decoded over slots, by their configuration or class; None if unknown."""
-    try:
-        text = config.get_text_config(decoder=True)
-    except ValueError:
-        return "it has several models inside"
+    text = config.get_text_config(decoder=True)
     names = ("layer_types", "layers_block_type", "block_types")
     kinds = {layer for name in names for layer in getattr(text, name, None) or []}
     states = sorted(

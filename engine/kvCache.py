@@ -107,9 +107,9 @@ class SlotCache(Cache):
         self.at = Address(torch.empty(rows, 0), capacity)
         super().__init__(layers=[SlotLayer(rows, capacity, dtype, self.at) for _ in range(layers)])
 
-    def address(self, slots: Tensor, reach: int | None = None, first: int = 0) -> None:
-        """See `Address`. reach: None: all slots."""
-        self.at.slots, self.at.reach, self.at.first = slots, self.capacity if reach is None else reach, first
+    def address(self, slots: Tensor, reach: int, first: int) -> None:
+        """See `Address`."""
+        self.at.slots, self.at.reach, self.at.first = slots, reach, first
 
     def states(self) -> Iterator[Tensor]:
         """The keys and values of all layers that have some: some layers read those of earlier ones."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import threading
 from types import NoneType
 from typing import Any
 
@@ -21,6 +22,7 @@ WINDOW = 16  # tokens, where a configuration has a window or chunks of any size
 CONTEXT = 128  # tokens that the twin can read; where rotary embeddings are stretched, half of them without that
 HEADS, HEAD = 4, 16  # heads of queries, and numbers in each
 LAYERS = 8  # the most, if fewer do not have a layer of each kind among them
+BUILDING = threading.RLock()  # A twin needs the process's own generator, and one thread of torch's.
 WEIGHTS = 1 << 26  # the most; more mean that some sizes were not recognised
 
 # Names of sizes in configurations, and the twin's values; below, the most that it has. The first match counts.
@@ -58,7 +60,7 @@ def small_twin(config: PretrainedConfig, kind: type[PreTrainedModel]) -> PreTrai
         count = sum(weight.numel() for weight in kind._from_config(copy.deepcopy(small)).parameters())
     if count > WEIGHTS:
         raise ValueError(f"its twin has {count} weights")
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with BUILDING, torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed the generators of GPUs, too.
         model = kind._from_config(small, dtype=torch.float32).eval()
         for weight in model.parameters():  # So large that a token which is read by mistake changes the logits.

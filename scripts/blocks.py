@@ -284,7 +284,7 @@ def graph(records: Records) -> str:
 
 def methods_table(records: Records) -> str:
     """The catalogue of methods."""
-    table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "lossless"])
+    table = Table("", ["method", "what it is", "needs", "measured by, beside `--compare`", "tested by `--lossless`"])
     for method in (method for method in METHODS.values() if not method.engine):
         modes = " ".join(f"`--{mode}`" for mode in method.modes)
         table.add(f"`{method.name}`", method.title, ", ".join(method.needs), modes, "yes" if method.lossless else "")

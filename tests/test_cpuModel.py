@@ -380,6 +380,21 @@ def test_a_wrong_draw_is_seen(mistake):
         check_draws(eager, model, 2, 2, 7, Sampling(0.7, 8, 0.9))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 70], ids=["a few slots", "a prompt"])
+@torch.inference_mode()
+def test_attention_to_nan_is_nan(dtype, count):
+    """The maximum of some numbers, and comparisons with them, pass over nan."""
+    model = compiled(changed(lambda model: model.to(dtype)))
+    assert is_compiled(model)
+    model.reserve(1, 80)
+    model.forward(torch.arange(count)[None] % 61, block_at([0], count))
+    for wrong in torch.nan, torch.inf, -torch.inf:
+        layers_of(model)[0][:, :, 0] = wrong  # The keys of the first token.
+        logits = model.forward(torch.arange(count)[None] % 61, block_at([1], count))
+        assert logits.isnan().all(), wrong
+
+
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 @torch.inference_mode()
 def test_from_logits_of_nan_no_token_is_drawn_and_the_next_forward_is_as_ever(kind):
@@ -586,7 +601,7 @@ def test_nothing_of_the_original_layers_is_kept():
         assert len(inner) > 5 and is_compiled(model)
         assert {name for name, weight in kept.items() if weight() is None} == inner
         layer = next(module for module in model.model.modules() if isinstance(module, PackedLayer))
-        with pytest.raises(RuntimeError, match="packed"):
+        with refused("this model is compiled"):
             layer(torch.zeros(1, 1, 32))
 
 
@@ -620,19 +635,19 @@ def with_hook(model, layer):
 
 
 class Adapter(nn.Module):
-    """A linear layer with little added to it, and the name of its weight."""
+    """A layer that gives a little more, and the name of its weight."""
 
     def __init__(self, base):
         super().__init__()
-        self.base, self.weight, self.bias = base, base.weight, base.bias
+        self.base, self.weight, self.bias = base, base.weight, getattr(base, "bias", None)
 
     def forward(self, x):
-        return self.base(x) + 1e-3 * x.sum(-1, keepdim=True)
+        return 1.001 * self.base(x)
 
 
-def with_adapter(model):
-    attention = model.bfloat16().model.layers[0].self_attn
-    attention.q_proj = Adapter(attention.q_proj)
+def with_adapter(model, parent="model.layers.0.self_attn", name="q_proj"):
+    part = model.bfloat16().get_submodule(parent)
+    setattr(part, name, Adapter(getattr(part, name)))
 
 
 def narrowed(model):
@@ -650,7 +665,7 @@ def with_half_of_its_heads(model):
 
 
 ALTERED = "hooks or replaced forwards change what it computes"
-PARTS = "parts of its layers are not those of its class"
+PARTS = "parts of it are not those of its class"
 UNLIKE = "its layers compute something that the kernels do not"
 REFUSED = {
     "float64": (lambda: changed(lambda model: model.double()), "no kernels for torch.float64"),
@@ -672,8 +687,14 @@ REFUSED = {
     "a hook in the last layer": (lambda: changed(lambda model: with_hook(model, -1)), ALTERED),
     "a function": (lambda: with_another(4, "mlp", "act_fn", nn.ReLU()), PARTS),
     "a scale of one layer": (lambda: with_another(5, "self_attn", "scaling", 1.0), UNLIKE),
-    "a number of one norm": (lambda: with_another(5, "input_layernorm", "variance_epsilon", 0.5), UNLIKE),
+    "a number of one norm": (lambda: with_another(5, "input_layernorm", "variance_epsilon", 1e-2), "several eps"),
     "an adapter": (lambda: changed(with_adapter), PARTS),
+    "an adapter of the output layer": (lambda: changed(partial(with_adapter, parent="", name="lm_head")), PARTS),
+    "an adapter of the embedding": (lambda: changed(partial(with_adapter, parent="model", name="embed_tokens")), PARTS),
+    "an output layer in parts": (
+        lambda: changed(lambda model: setattr(model, "lm_head", nn.Sequential(model.lm_head, nn.Identity()))),
+        PARTS,
+    ),
     "fewer heads": (lambda: changed(with_half_of_its_heads), "its heads are not those of its configuration"),
     "a narrower layer": (lambda: changed(narrowed, layers=4), "its layers have several sizes"),
     "a norm": (lambda: changed(lambda model: setattr(model.model.norm, "forward", lambda x: x)), ALTERED),
@@ -742,6 +763,17 @@ def test_more_tokens_than_a_model_knows_are_refused():
     assert eager.vocabulary == 50
     prompts = [[1, 2, 3], [4, 5]]
     assert regrSampling(prompts, eager, 20, GREEDY)[0] == regrSampling(prompts, packed, 20, GREEDY)[0]
+
+
+def test_where_memory_ends_the_model_is_not_called_eager(monkeypatch):
+    """Some of its layers are packed by then."""
+
+    def fail(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr("engine.decoderLayers.PackedLayer.__init__", fail)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        compiled(helpers.tiny())
 
 
 def test_without_a_compiler_one_line_says_so_and_all_stays_eager(monkeypatch, capsys):

@@ -3,6 +3,7 @@ twins that it reads have the class and the configuration of a model."""
 
 import contextlib
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import helpers
 import pytest
@@ -282,6 +283,14 @@ def stored(tmp_path, monkeypatch):
     monkeypatch.setattr(gate, "cache_folder", lambda: tmp_path / "new")
     monkeypatch.setattr(gate, "VERDICTS", {})
     return tmp_path / "new" / "decodedRight"
+
+
+def test_twins_of_several_threads_leave_the_generator_and_the_number_of_threads_alone(stored):
+    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda width: check_kind(MistralConfig(intermediate_size=width), MistralForCausalLM), range(99)))
+        assert set(pool.map(lambda _: torch.get_num_threads(), range(9))) == {threads} == {torch.get_num_threads()}
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_a_kind_is_computed_once_for_a_configuration_and_in_one_thread(stored, monkeypatch):

@@ -232,8 +232,25 @@ def test_a_decoder_refuses_what_has_no_feature(kernels):
     for tokens, at in ([[1], [1]], [[0], [0]]), ([[1]], [[10]]):
         with pytest.raises(RuntimeError, match="feature"):
             head.forward(torch.tensor(tokens), torch.tensor(at))
-    with pytest.raises(TypeError, match="packed"):
+    with refused("load its head before that"):
         target.keep_features(target.tap)
+    eager = pair()[0]
+    with refused("which has read nothing"):  # Compiled without its head.
+        specSampling(SHORT, compiled(eager), ModelDrafter(HeadModel(network_for(eager), eager)), 4)
+
+
+def test_a_tapped_model_that_stays_eager_has_the_features_of_all_its_layers(kernels, capsys):
+    """transformers marks the layers that it records at the first time: not while some are taken out for the check."""
+    texts = []
+    for compiles in False, True:
+        target, head = pair(layers=5)
+        for layer in target.model.gpt_neox.layers:
+            layer.attention.scaling *= 2
+        if compiles:
+            assert compiled(target) is target and "stays eager" in capsys.readouterr().err
+        _, records = specSampling(SHORT, target, ModelDrafter(head), 9, sampling=GREEDY)
+        texts.append([record.accepted for record in records])
+    assert texts[0] == texts[1]
 
 
 SAMPLERS = {

@@ -282,6 +282,7 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
         for (long j = std::max<long>(mask.root + 1, 0); j < seen && mask.ancestors; j++) s[j] = mask.hides(i, j) ? NEVER : s[j];
         if (mask.from) std::fill(s, s + mask.from[i], NEVER);
         // One loop for each step: the compiler does not vectorise them together.
+        const bool finite = all_finite(s, seen);  // The comparisons below pass over nan.
         for (long j = 0; j < seen; j++) top = s[j] > top ? s[j] : top;
         // Below -80 the vector library's exp computes one number at a time.
         for (long j = 0; j < seen; j++) s[j] = s[j] - top > -80 ? s[j] - top : -80;
@@ -289,6 +290,7 @@ static void weigh(const T (*queries)[PARTS * 32], const T* keys, long D, const i
         for (long j = 0; j < seen; j++) sum += s[j];
         for (long j = seen; j < reach; j++) s[j] = 0;
         total[i] = sum;
+        if (!finite) set_nan(total + i);
     }
 }
 
@@ -428,6 +430,7 @@ static float softmax_numerators(const float* x, long count, float scale, T* y) {
     for (long j = 0; j < count; j++) e[j] = expf(e[j]);
     for (long j = 0; j < count; j++) sum += e[j];
     for (long j = 0; j < count; j++) narrow(e[j], y + j);
+    if (!all_finite(x, count)) set_nan(&sum);  // The comparisons pass over nan.
     return sum;
 #endif
 }

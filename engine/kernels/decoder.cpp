@@ -4,6 +4,7 @@
 #include "decoder.h"
 #include "sampling.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
@@ -464,6 +465,7 @@ at::Tensor Decoder::read(const at::Tensor& tokens, const at::Tensor& positions, 
                          const std::optional<at::Tensor>& root, const std::optional<at::Tensor>& ancestors,
                          const std::optional<at::Tensor>& keep, const std::optional<at::Tensor>& counts,
                          int64_t first_row, bool guesses) {
+    at::get_num_threads();  // Makes torch's number of threads that of this thread, too.
     TORCH_CHECK(!keys.empty(), "there is no KV cache: call `reserve` first");
     auto contiguous = [](const std::optional<at::Tensor>& x) { return x ? x->contiguous() : at::Tensor(); };
     auto ids = tokens.contiguous(), at = positions.contiguous(), to = contiguous(slots), roots = contiguous(root);

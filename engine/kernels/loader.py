@@ -48,13 +48,13 @@ def load() -> ctypes.CDLL:
     known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
     path = cache_folder() / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
-        if not is_complete(path):
-            print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
-            build_library(compiler, native, path)
+    if not is_complete(path):  # A complete one may be in a folder that this user cannot write.
+        with FileLock(path.with_suffix(".lock")):  # Processes that start together build it once.
+            if not is_complete(path):
+                print("Building the kernels for this processor, once: this takes about a minute.", file=sys.stderr)
+                build_library(compiler, native, path)
     kernels = typed(ctypes.CDLL(str(path)))
     torch.ops.load_library(path)
-    torch.set_flush_denormal(False)  # A library built with -ffast-math switches it on, for the whole process.
     for line in missing(kernels):
         print(line, file=sys.stderr)
     return kernels
@@ -109,15 +109,15 @@ def build_library(compiler: str, native: list[str], path: Path) -> None:
             return f"{folder}/{name}.o"
 
         with_torch = [*native, *torch_flags(compiler)]
+        known = [kind for kind, flags in KINDS.items() if accepts(compiler, flags)]
         main = [pool.submit(compile_part, f"{name}.cpp", name, with_torch) for name in ("decoder", "kernels")]
-        kinds = {
-            kind: pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *flags])
-            for kind, flags in KINDS.items()
-        }
-        known = [kind for kind, part in kinds.items() if not part.exception()]
+        kinds = [
+            pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *KINDS[kind]])
+            for kind in known
+        ]
         listed = "".join(f" USE(of_{kind})" for kind in known)
-        parts = [compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]), *(each.result() for each in main)]
-        parts += [kinds[kind].result() for kind in known]
+        choose = compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"])
+        parts = [choose, *(part.result() for part in [*main, *kinds])]
         # torch's own OpenMP library alone: a second one would start threads of its own.
         openmp, libraries = openmp_of_torch(), [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
         if openmp and sys.platform != "darwin":
@@ -137,7 +137,7 @@ def torch_flags(compiler: str) -> list[str]:
         openmp = ["-DGNU_OPENMP"]  # team.h
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     includes = [f"-I{TORCH / 'include'}", f"-I{TORCH / 'include/torch/csrc/api/include'}"]
-    return ["-DAT_PARALLEL_OPENMP=1", *openmp, abi, *includes]
+    return [*openmp, abi, *includes]
 
 
 def openmp_of_torch() -> list[str]:

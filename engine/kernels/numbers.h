@@ -41,6 +41,15 @@ static inline int32_t bits_of(float x) {
 // Tests the bits: with -ffast-math, the compiler assumes that every float is finite. The first number of a distribution
 // is enough, because a distribution is nan everywhere or nowhere.
 static inline bool is_nan(const float* x) { return (bits_of(*x) & 0x7fffffff) > 0x7f800000; }
+static inline bool all_finite(const float* x, long count) {
+    int wrong = 0;
+    for (long i = 0; i < count; i++) wrong |= int((bits_of(x[i]) & 0x7f800000) == 0x7f800000);
+    return !wrong;
+}
+static inline void set_nan(float* x) {
+    const uint32_t bits = 0x7fc00000;
+    std::memcpy(x, &bits, 4);
+}
 
 #ifdef __AVX512F__
 // The mask of the first n of 16 lanes.

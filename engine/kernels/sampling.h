@@ -104,8 +104,7 @@ static void filter(const float* x, long n, const at::Tensor& settings, float* p,
     float top = x[0];
     for (long i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
     if (wrong || uint32_t(bits_of(top)) == 0xff800000) {
-        uint32_t nan = 0x7fc00000;
-        for (long i = 0; i < n; i++) std::memcpy(p + i, &nan, 4);
+        for (long i = 0; i < n; i++) set_nan(p + i);
         return;
     }
     if (temperature == 0) {
@@ -180,6 +179,13 @@ static at::Tensor pick(const at::Tensor& probs, const at::Tensor& u) {
     return tokens;
 }
 
+// Refuses a draft of x [B, n] that is no token of q [B, n, V]. One that was drawn from nan may be any number.
+static void check_drafts(const at::Tensor& q, const at::Tensor& x) {
+    for (long i = 0, size = q.size(-1); i < x.numel(); i++)
+        TORCH_CHECK_INDEX((0 <= data<int64_t>(x)[i] && data<int64_t>(x)[i] < size) || is_nan(data<float>(q) + i * size),
+                          "there is no token ", data<int64_t>(x)[i], " to verify");
+}
+
 // The rules of verification.py without the last draw: p [B, n + 1, V], q [B, n, V], drafts int64 [B, n], u [B, n] ->
 // how many drafts of each row are accepted, int64 [B], and the distribution of the token after them, [B, V].
 // rule: f(p, q, drafts, u, n, V) of one row -> how many drafts are accepted, and the weight of p in the residual.
@@ -187,6 +193,7 @@ template <typename Rule>
 static std::tuple<at::Tensor, at::Tensor> by_rule(const at::Tensor& p, const at::Tensor& q, const at::Tensor& drafts,
                                                   const at::Tensor& u, Rule rule) {
     auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
+    check_drafts(qs, xs);
     long rows = p.size(0), n = drafts.size(1), size = p.size(2);
     auto accepted = at::empty({rows}, drafts.options()), left = at::empty({rows, size}, p.options());
     auto verify = [&](long row) {

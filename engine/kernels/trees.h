@@ -117,6 +117,7 @@ static std::tuple<at::Tensor, at::Tensor, at::Tensor> accept_tree(const at::Tens
                                                                   at::IntArrayRef parents, int64_t depth,
                                                                   bool traversal) {
     auto ps = p.contiguous(), qs = q.contiguous(), xs = drafts.contiguous(), us = u.contiguous();
+    check_drafts(qs, xs);
     long rows = p.size(0), n = drafts.size(1), size = p.size(2);
     auto accepted = at::empty({rows}, drafts.options()), path = at::empty({rows, depth}, drafts.options());
     auto left = at::empty({rows, size}, p.options());
