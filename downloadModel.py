@@ -123,7 +123,7 @@ def download_model(repo: str, revision: str | None = None, offline: bool = False
         folder.mkdir(exist_ok=True)
         replace(complete, commit="").write(folder)  # No commit until all files are in their places.
         for file in missing:
-            os.replace(unfinished / file.path, folder / file.path)
+            shutil.move(unfinished / file.path, folder / file.path)  # It may be a link to a folder on another disk.
         for path in before - {file.path for file in complete.files}:
             (folder / path).unlink(missing_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -162,6 +162,7 @@ class Float32Model:
         check_free("checking its text", self.memory, available_memory(device), "of memory")
         self.model = AutoModelForCausalLM.from_pretrained(source.folder, **LOADING).eval().to(device)
         self.vocabulary, self.device, self.dtype = source.vocabulary, self.model.device, self.model.dtype
+        self.name = source.folder.name
 
     @torch.inference_mode()
     def score(self, tokens: Tensor) -> Tensor:

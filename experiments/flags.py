@@ -380,6 +380,9 @@ def wrong_values(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[tupl
         folder = os.path.dirname(os.path.abspath(args.html))
         yield not os.path.isdir(folder), f"--html {args.html} is in no folder that exists"
         yield os.path.isdir(args.html), f"--html {args.html} is a folder; name a file"
+        real = os.path.realpath(args.html)
+        closed = not os.access(os.path.dirname(real), os.W_OK) or (os.path.exists(real) and not os.path.isfile(real))
+        yield closed, f"--html {args.html} cannot be written: name another file"
     yield args.audit and not os.path.isfile(args.audit), f"--audit {args.audit} is not a file"
     yield args.texts and not os.path.isdir(args.texts), f"--texts {args.texts} is not a folder"
     yield os.path.lexists(args.out) and not os.path.isdir(args.out), f"--out {args.out} is not a folder"

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -114,20 +114,15 @@ def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[int, int], i
     return [((t.get("process", 0), t.get("rank", 0)), t.get("question", t.get("prompt", t["repeat"]))) for t in texts]
 
 
-def speedup(
-    timed: Sequence[TimedText] | Sequence[QueueFigures],
-    method: str,
-    baseline: str,
-    figure: Literal["throughput", "tpot"] = "throughput",
-) -> Interval:
-    """The median of `method`'s figure over `baseline`'s, of each prompt, repeat and process that both have; of queues
-    the prompt is the repeat. A text of one token has no TPOT."""
+def speedup(timed: Sequence[TimedText] | Sequence[QueueFigures], method: str, baseline: str) -> Interval:
+    """The median of `method`'s throughput over `baseline`'s, of each prompt, repeat and process that both have; of
+    queues the prompt is the repeat."""
     lines: Sequence[Any] = timed
     upper, lower = (
         {
-            (*source, line.get("prompt"), line["repeat"]): line[figure]
+            (*source, line.get("prompt"), line["repeat"]): line["throughput"]
             for line, source in zip(lines, sources(lines))
-            if line["method"] == name and line[figure] is not None
+            if line["method"] == name
         }
         for name in (method, baseline)
     )

@@ -88,7 +88,8 @@ def load_inputs(settings: Settings, processes: Processes = SINGLE) -> Inputs:
         # Along so many tokens a method guesses at a time: each row has room for the longest prompt and text.
         longest = max(len(text.prompt) for text in inputs.audited) + max(len(text.tokens) for text in inputs.audited)
         slots = min(inputs.settings.rows, len(inputs.audited)) * min(longest, shortest.context)
-    inputs.tokens = max(slots, chosen.window if inputs.texts else 0)
+    passages = [len(ids) for _, passages in inputs.texts for ids in passages]
+    inputs.tokens = max([slots, *passages, *[inputs.window] * bool(passages)])
     inputs.slots = slots if inputs.settings.rows > 1 else 0
     if settings.models.draft_vocab:
         inputs.frequent = models.most_frequent(

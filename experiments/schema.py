@@ -120,7 +120,7 @@ class CostsLine(Conditions):
     of: Literal["sweep"]
     alpha: float | None  # the mean overlap of p and q where a guess was tested
     scoring: list[float]  # the cost of scoring 1, 2, ... tokens, in units of the cost of one
-    drafting: NotRequired[float]  # of a guess; 0 without a draft model; in older records it is missing
+    drafting: float  # of a guess; 0 without a draft model
     overlap_by_position: Positions
 
 
@@ -202,8 +202,7 @@ class CorpusPerplexityLine(PerplexityLine):
     ppl: dict[str, dict[str, float]]  # {role: {"token", "word" or "byte": perplexity}}
 
 
-# "hits": tokens that are the guess; "expected": their number by the target's distribution; "z": of the difference, of
-# all and at each place of a round, or of each sibling in a tree.
+# "hits": tokens that are the guess; "expected": their number by the target's distribution.
 GuessFigures = dict[str, Any]
 
 

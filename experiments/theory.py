@@ -137,7 +137,7 @@ def uncut(rounds: Sequence[RoundChances], tokens: int) -> Iterator[RoundChances]
     guess, none was rejected."""
     left = tokens - 1  # The first token has no round, and the last one needs no guess.
     for number, (path, drafted, accepted) in enumerate(rounds, 1):
-        cut = drafted == left - 1 or number == len(rounds)
+        cut = drafted == left - 1 or (number == len(rounds) and drafted > 0)
         yield path, drafted, min(accepted, drafted - 1) if cut else accepted
         left -= accepted + 1
 
@@ -182,7 +182,7 @@ def predict(texts: Sequence[TimedText], costs: CostsLine) -> dict[str, Any]:
     gamma that is best by the paper's theorem, of those up to MOST_GUESSES.
     """
     by_method = {row["method"]: row for row in summarize(texts)}
-    c = costs["drafting"] if "drafting" in costs else speedup(texts, "draft", "target", "tpot").middle
+    c = costs["drafting"]
     tested, passed = map(sum, tested_and_passed([text for text in texts if text["method"].startswith("gamma")]))
     alpha = passed / tested if tested else float("nan")
     rates = [overlap / reached for reached, _, overlap in costs["overlap_by_position"]]

@@ -242,7 +242,9 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         remedy = "check the network, or name a mirror in HF_ENDPOINT (it begins with https://)"
         kept = "What was downloaded is kept; the next run resumes from there. With --offline only local files are used."
         raise UserError(f"no connection to {host} ({type(error).__name__}); {remedy}. {kept}") from None
-    except (ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # For an address that is none the library has an error of its own.
         why = f"{type(error).__name__}: {one_line(error)}"
         check = "check HF_ENDPOINT, HF_TOKEN, the proxy and the network"
         raise UserError(f"{host} gives no usable answer for {repo} ({why}); {check}") from None

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,6 +67,11 @@ def run(script: str, flags: str) -> int:
         if not os.environ.get(variable, "1").isdecimal():
             print(f"{name}: error: {variable} must be a whole number of seconds", file=sys.stderr)
             return 2
+    try:
+        _ = urlsplit(os.environ.get("HF_ENDPOINT", "")).port
+    except ValueError as error:
+        print(f"{name}: error: HF_ENDPOINT is no address ({error}): it begins with https://", file=sys.stderr)
+        return 2
     # Libraries that are imported may rename a KeyboardInterrupt, and those in C++ abort.
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:

@@ -131,11 +131,7 @@ class Evidence:
             varies = (self.chances > 0) & (self.chances < 1)  # Where p(x) is 0 or 1, the token says nothing.
             groups = [varies, *(varies & (np.arange(varies.shape[2]) == place) for place in range(varies.shape[2]))]
             tested = [(self.hits[where], self.chances[where]) for where in groups if where.any()]
-            figures["guesses"] = {
-                "hits": int(self.hits[varies].sum()),
-                "expected": float(self.chances[varies].sum()),
-                "z": [z_score((hits - p).sum(), (p * (1 - p)).sum()) for hits, p in tested],
-            }
+            figures["guesses"] = {"hits": int(self.hits[varies].sum()), "expected": float(self.chances[varies].sum())}
             # The least p-value of all guesses and of each place, times the number of these (Bonferroni).
             figures["p"]["guesses"] = min([1.0, *(len(tested) * hits_p_value(hits, p) for hits, p in tested)])
         return figures

@@ -30,6 +30,7 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import utils as library
 
 from decoding.drafter import Drafter, LengthRule
 from decoding.rows import Record
@@ -125,7 +126,11 @@ class speculative:  # called like a function, as `torch.no_grad` is
         mode = generation_config.get_generation_mode(arguments.get("assistant_model"))
         if mode not in ("greedy_search", "sample"):
             refuse(f"the generation mode {mode.value}")
-        if arguments.get("synced_gpus"):
+        synced = arguments.get("synced_gpus")
+        if synced is None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # As the library decides by itself.
+            synced = library.is_deepspeed_zero3_enabled() or library.is_fsdp_managed_module(model)
+        if synced:
             refuse("synced_gpus")
         check_settings(model, self.draft, self.vocabulary, generation_config, inputs)
         prompts, padding = unpadded(input_ids, inputs)

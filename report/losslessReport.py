@@ -11,6 +11,7 @@ from rich.text import Text
 
 from experiments.schema import AuditLine, EndLine, GreedyAuditLine, GreedyLine, Line, LosslessLine, PowerLine, of_kind
 from inputs.commandLine import counted
+from lossless.audit import FITTED
 from lossless.evidence import BINS, CONFIDENCE, FALSE_ALARM, LISTED, RETOKENISED, SEEN, TESTS, seen_by
 from report.tables import Columns, name_of, plain, table_of
 
@@ -189,7 +190,7 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
         if line["fits"]:
             settings = ", nor at ".join(map(settings_of, line["fits"]))
-            yield f"No test rejects the text at {settings}: a setting was not applied, or on one side alone."
+            yield f"No test rejects the first {FITTED:,} tokens at {settings}: was a setting not applied?"
         elif line["seen_by"]:
             if line["order"] == "p":
                 yield "If a draft model guessed, name it with --draft: then a leak from it shows after fewer tokens."

@@ -17,7 +17,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, floor
 from typing import Any
 
 import torch
@@ -200,7 +200,7 @@ def bound(cell: Mapping[str, Any] | None) -> str:
         return "fails" if cell else ""
     if "beyond" in cell:
         return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
-    low, high = (100 * value for value in cell["variation"])
+    low, high = (end(1000 * value) / 10 for end, value in zip((floor, ceil), cell["variation"]))  # Not narrower.
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
     other = "another model, " if cell["precision"].startswith("int") else ""
     return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
@@ -215,7 +215,7 @@ def excluded(method: str, records: Records) -> str:
 
 def power(records: Records) -> str:
     """The least error in the order by q / p that a cell rejects with a probability of 90 %, of the cells that pass."""
-    least = sorted(100 * cell["power"]["variation"] for cell in passing(records))
+    least = sorted(ceil(1000 * cell["power"]["variation"]) / 10 for cell in passing(records))
     return f"{'–'.join(dict.fromkeys(f'{end:.1f}' for end in (least[0], least[-1])))} %"
 
 

@@ -10,6 +10,7 @@ of the rounds of a real decoding (`experiments.theory.rounds_along`).
 import json
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product, zip_longest
 from pathlib import Path
@@ -144,19 +145,21 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     """A row: what each text says of acceptance, and the bytes that a guess reads, in units of a target's forward.
 
     reach: of each text [rounds that reached a depth, the sum over them of the probability that a guess there is
-    accepted], depth by depth. siblings: of trees the number of roots, and the sums over them of the probabilities that
-    the first, one of the first two, and one of two by the best rule is accepted.
+    accepted], depth by depth. inner: of each text of a cascade [rounds that had room for all guesses, inner rounds in
+    them]. siblings: of trees the number of roots, and the sums over them of the probabilities that the first, one of
+    the first two, and one of two by the best rule is accepted.
     """
     (name,) = inputs.settings.measuring.names - {"target"}
     sampler: Any = build([name], models, inputs.settings.decoding)[name]
-    siblings, texts, inner = [0.0] * 4, list[dict[str, Any]](), list[int]()  # inner: rows of each inner round
+    siblings, texts, inner = [0.0] * 4, list[dict[str, Any]](), Counter[tuple[int, int]]()  # {(text, 0 or 1): rounds}
     shape = {"tree": Fixed(MENU[-1])} if name == "topDown" else {"gamma": Fixed(GAMMA)}
     if name == "cascade":
         mid, shape = sampler.keywords["drafter"].model, {"gamma": Fixed(GAMMAS_OF_CASCADE[1])}
         verify = mid.score_and_verify
 
         def counted(rows: Any, *rest: Any) -> Any:
-            inner.append(rows.ended.count(False))
+            whole = [row for row, guesses in enumerate(rows.wanted) if guesses == GAMMAS_OF_CASCADE[1]]
+            inner.update((rows.numbers[row], 1) for row in whole if not rows.ended[row])
             return verify(rows, *rest)
 
         mid.score_and_verify = counted
@@ -164,8 +167,10 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     def watched(*prompts: Any, observer: Any, **options: Any) -> Any:
         def watch(rows: Any, guesses: Any, p: Tensor, last: Tensor) -> None:
             observer(rows, guesses, p, last)
-            for row in range(len(rows.ended)) if guesses.tree else ():
-                if rows.ended[row] or not guesses.q[row, 0].any():  # A row without room for a guess has none.
+            going = [row for row, ended in enumerate(rows.ended) if not ended]
+            inner.update((rows.numbers[row], 0) for row in going if rows.left[row] > GAMMAS_OF_CASCADE[1])
+            for row in going if guesses.tree else ():
+                if not guesses.q[row, 0].any():  # A row without room for a guess has none.
                     continue
                 one, two = chances(p[row, 0], guesses.q[row, :2], guesses.drafts[row, :2])
                 for i, value in enumerate((1.0, one, one + two, two_drafts(p[row, 0], guesses.q[row, 0]))):
@@ -180,16 +185,22 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
         prompts, questions = zip(*chosen[first : first + ROWS])
         seeds = [torch.Generator().manual_seed(first + number) for number in range(len(prompts))]
         of_texts = rounds_along(watched, prompts, end_of_text=inputs.ends, generator=seeds, **options)
-        for question, rounds in zip(questions, of_texts):
+        for number, (question, rounds) in enumerate(zip(questions, of_texts)):
             reach = [[row[0], round(sum(row[2::2]), 3)] for row in by_position(uncut(rounds, TOKENS))]
-            about = {"line": question.line, "category": question.category}
-            texts.append(about | {"reach": reach, "rounds": len(rounds)})
+            text = {"line": question.line, "category": question.category, "reach": reach, "rounds": len(rounds)}
+            texts.append(text | ({"inner": [inner[number, at] for at in (0, 1)]} if name == "cascade" else {}))
+        inner.clear()
     a_guess = sizes.get("draft", 0.0)
-    if name == "cascade":  # The draft's guesses and the mid model's forward, for each inner round of a row.
-        inner_rounds = sum(inner) / sum(text["rounds"] for text in texts)
-        a_guess = inner_rounds * (GAMMAS_OF_CASCADE[0] * a_guess + sizes["mid"]) / GAMMAS_OF_CASCADE[1]
+    if name == "cascade":  # The draft's guesses and the mid model's forward, for each inner round.
+        a_guess = (GAMMAS_OF_CASCADE[0] * a_guess + sizes["mid"]) / GAMMAS_OF_CASCADE[1]
+        a_guess *= float(inner_rounds(np.sum([text["inner"] for text in texts], 0)))
     row = {"a_guess": a_guess / sizes["target"], "whole": name == "cascade", "texts": texts}
     return row | {"siblings": [round(value, 3) for value in siblings]} if siblings[0] else row
+
+
+def inner_rounds(counts: np.ndarray) -> np.ndarray:
+    """The inner rounds of a round, of `counts[..., 2]` as each text has: `[...]`; 1 where there is no whole round."""
+    return np.where(counts[..., 0] > 0, counts[..., 1] / counts[..., 0].clip(1), 1.0)
 
 
 def counts_of(texts: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -207,17 +218,30 @@ def at_each_gamma(counts: np.ndarray) -> np.ndarray:
     return np.insert(rates, 0, 1.0, -1).cumprod(-1).cumsum(-1)
 
 
+def inner_of(texts: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    """`[texts, 2]`: "inner" of each text; equal for all where there is no cascade."""
+    return np.array([text.get("inner", (1, 1)) for text in texts])
+
+
+def costs_at(row: Mapping[str, Any], gamma: int, counts: np.ndarray, inner: np.ndarray) -> np.ndarray:
+    """Bytes read for a token with `gamma` guesses, `[...]`, in units of what a forward of the target reads, from the
+    sums over some texts of a row, `counts[..., depths, 2]` and `inner[..., 2]`."""
+    a_guess = row["a_guess"] * inner_rounds(inner) / inner_rounds(inner_of(row["texts"]).sum(0))
+    return (1 + gamma * a_guess) / at_each_gamma(counts)[..., gamma]
+
+
 def cheapest(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row at the gamma that reads the fewest bytes for a token: "gamma", "tokens" and "bytes" of a round, and "cost",
     bytes over tokens with its 95 % interval over prompts. A unit is what a forward of the target reads."""
-    counts, lines = counts_of(row["texts"]), np.array([text["line"] for text in row["texts"]])
+    counts, inner = counts_of(row["texts"]), inner_of(row["texts"])
     tokens, rng = at_each_gamma(counts.sum(0)), np.random.default_rng(0)
     costs = (1 + row["a_guess"] * np.arange(len(tokens))) / tokens
     gamma = len(tokens) - 1 if row["whole"] else int(costs.argmin())
+    lines = np.array([text["line"] for text in row["texts"]])
+    of_prompts = [np.array([x[lines == line].sum(0) for line in np.unique(lines)]) for x in (counts, inner)]
+    drawn = rng.integers(len(of_prompts[0]), size=(RESAMPLES, len(of_prompts[0])))
+    ends = np.percentile(costs_at(row, gamma, *(x[drawn].sum(1) for x in of_prompts)), (2.5, 97.5))
     bytes_read = 1 + row["a_guess"] * gamma
-    prompts = np.array([counts[lines == line].sum(0) for line in np.unique(lines)])
-    resampled = prompts[rng.integers(len(prompts), size=(RESAMPLES, len(prompts)))].sum(1)
-    ends = np.percentile(bytes_read / at_each_gamma(resampled)[:, gamma], (2.5, 97.5))
     return {"gamma": gamma, "tokens": tokens[gamma], "bytes": bytes_read, "cost": Interval(costs[gamma], *ends)}
 
 
@@ -237,9 +261,10 @@ def cost_tables(target: str, records: Any) -> str:
         count, *siblings = row.get("siblings", [1])
         shares = [f"{value / count:.2f}" for value in siblings]
         main.add(way, f"{row['a_guess']:.3f}", *cells, str(best["gamma"]), f"{best['tokens']:.2f}", *shares)
-        counts, of_texts = counts_of(row["texts"]), np.array([text["category"] for text in row["texts"]])
-        tokens = [at_each_gamma(counts[of_texts == kind].sum(0))[best["gamma"]] for kind in kinds]
-        by_kind.add(way, *(f"{best['bytes'] / each:.2f}" for each in tokens))
+        category = np.array([text["category"] for text in row["texts"]])
+        counted = counts_of(row["texts"]), inner_of(row["texts"])
+        sums = [[x[category == kind].sum(0) for x in counted] for kind in kinds]
+        by_kind.add(way, *(f"{costs_at(row, best['gamma'], *of_kind):.2f}" for of_kind in sums))
     return "\n\n".join([markdown(main), f"By category, at temperature {SHOWN}:", markdown(by_kind), source(record)])
 
 

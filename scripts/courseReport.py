@@ -9,6 +9,7 @@ not measured again; so the same command continues after an interruption. FOLDER/
 the report's own figures beside them. The exit code is 1 if a step failed or --lossless found a difference.
 """
 
+import os
 import re
 import shlex
 import subprocess
@@ -33,6 +34,7 @@ from report.losslessReport import exit_code
 from report.results import heading, pieces_of_run
 from report.tables import Cell, Table, markdown, span
 from scripts.keepRecord import command_without_places, differing, finished_runs, source, without_places
+from utils import UserError
 
 DRAFT, MID, TARGET = downloadModel.PYTHIA
 DATA = ["wikitext", "pg19"]
@@ -74,6 +76,8 @@ def read_plan(argv: Sequence[str] | None) -> Namespace:
     for name in (name for name in plan.data if name not in DATA):
         find_texts(name)
     plan.out.mkdir(parents=True, exist_ok=True)
+    if not os.access(plan.out, os.W_OK):
+        raise UserError(f"{plan.out} is a folder that you may not write to; name another with --out")
     plan.steps = list(steps(plan))
     return plan
 

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.cachedModel import CachedModel
 from engine.compiling import compiled
 from engine.sharedWeights import RestrictedHead
+from experiments.speed import digest
 from inputs.devices import pick_dtype
 from inputs.files import library_errors
 from inputs.hub import check_disk
@@ -227,11 +228,16 @@ def read_passages(texts: Sequence[str]) -> list[str]:
     return passages
 
 
+def origin_of(args: Namespace) -> dict[str, Any]:
+    """What texts depend on."""
+    about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
+    return about | {"passages": digest(args.passages)}
+
+
 def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.inf) -> list[Part]:
     """The parts of `args.data`, memory-mapped, each of `read_states` and with the seconds that it took. Those that are
     missing are computed first, until `args.written` tokens or this time. Part 0 is held out."""
-    about = {"target": model_version(args.folder), "length": LENGTH, "sampling": asdict(SAMPLING), "seed": args.seed}
-    metadata = {"about": json.dumps(about)}
+    metadata = {"about": json.dumps(origin_of(args))}
     # states, and tokens, text, drawn, sums
     bytes_of_token = 2 * len(LAYERS) * target.model.config.get_text_config().hidden_size + 4 + 4 + 1 + 12
     args.data.mkdir(parents=True, exist_ok=True)
@@ -258,7 +264,8 @@ def prepare_parts(args: Namespace, target: CachedModel, seconds: float = math.in
                     is_other = opened.metadata() != metadata
                 parts.append(load_file(file))
             if is_other:
-                raise UserError(f"{args.data} has texts of another target, seed or version; name another --data")
+                other = f"{args.data} has texts of another target or seed, of other --texts or of another version"
+                raise UserError(f"{other}; name another --data")
             tokens = len(parts[-1]["tokens"])
             bar.update(tokens)
             left -= tokens if len(parts) > 1 else 0

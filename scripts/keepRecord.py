@@ -17,6 +17,7 @@ same, carried.json says so, and the records of the older code count as of today'
 changes either, since a repetition compares none.
 """
 
+import functools
 import json
 import os
 import shlex
@@ -35,7 +36,7 @@ from experiments.runRecord import comparable, compare, is_of_now
 from experiments.schema import EndLine, EngineLine, Line, Run, RunLine, SpeedLine, StepLine, of_kind
 from inputs.commandLine import as_script, did_you_mean, path, script_parser, text
 from inputs.files import ROOT, library_errors, replace_file
-from inputs.models import read_json
+from inputs.models import model_version, read_json
 from report.results import Results
 from report.runTables import finished, measured_on
 from utils import UserError
@@ -86,6 +87,7 @@ CAPABILITY = {"avx2-SmolLM2": "AVX2", "avx512-SmolLM2": "AVX512", "gpu": "CUDA",
 CAPABILITY |= dict.fromkeys(OF_AMX, "AMX")
 ENVIRONMENT = {"tuned-SmolLM2": {"LLAMA_ARG_FLASH_ATTN": "off"}}  # of records whose flags no other record has
 TIMED = ("speed", "queue")  # kinds of lines that each process of a record has
+BUNDLED = "bundled-target", "bundled-draft", "bundled-mid", "bundled-head"
 PLACES = ("--out", "--texts")  # flags that name a folder of the machine
 
 
@@ -134,13 +136,14 @@ class Records:
             codes = {part.get("code", "") for part in [*parts, *record.get("mistakes", []), *record.get("mended", [])]}
             # Kernels of a GPU are counted on a CPU, in the code that a GPU uses.
             device = "cuda" if name == "kernels" else "cpu"
-            return "variants" not in record and not all(self.is_of_now(code, device) for code in codes)
+            of_now = has_bundled_weights(record) and all(self.is_of_now(code, device) for code in codes)
+            return "variants" not in record and not of_now
         if name not in self.runs:
             return name in MEASURED
         run, lines = self.runs[name]
         flags, processes = MEASURED.get(name, (run["command"], 1))
         measured = len({line.get("process") for line in lines if line["kind"] in TIMED})
-        is_whole = run["command"] == flags and not 0 < measured < processes
+        is_whole = run["command"] == flags and not 0 < measured < processes and has_bundled_weights(run)
         return not (is_whole and self.is_of_now(run.get("code", ""), run["device"]))
 
 
@@ -199,8 +202,17 @@ def finished_runs(folder: Path, named: Callable[[str], str] = last_name) -> list
 
 def runs_of_now(folder: Path, words: str) -> list[Run]:
     """The finished runs of a command line in a folder that are of today's code, oldest first."""
-    runs = [run for command, run in finished_runs(folder) if command == words]
+    runs = [run for command, run in finished_runs(folder) if command == words and has_bundled_weights(run[0])]
     return [run for run in runs if is_of_now(run[0].get("code", ""), run[0]["device"])]
+
+
+def has_bundled_weights(record: Mapping[str, Any]) -> bool:
+    """Whether the bundled models of a record have the weights of today."""
+    models = [model for model in record.get("models", {}).values() if model["name"] in BUNDLED]
+    return all(model["version"] == version_of_bundled(model["name"]) for model in models)
+
+
+version_of_bundled = functools.cache(model_version)
 
 
 def of_processes(runs: Sequence[Run]) -> Run:
@@ -231,6 +243,12 @@ def of_processes(runs: Sequence[Run]) -> Run:
     return run, timed + rest
 
 
+def here() -> list[str]:
+    """What this machine has, of CAPABILITY: the processor first."""
+    processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
+    return [processor, *["CUDA"] * torch.cuda.is_available()]
+
+
 def measure(name: str, folder: Path) -> Run:
     """The record `name`, of runs in `folder`: those that are missing are measured. Raises UserError if one fails."""
     flags, processes = MEASURED[name]
@@ -244,6 +262,8 @@ def measure(name: str, folder: Path) -> Run:
             return of_processes(runs[-processes:])
         if len(runs) == before:
             raise UserError(f"the command of {name} failed: {shlex.join(command)}")
+        if CAPABILITY.get(name, here()[0]) not in here():
+            raise UserError(f"{name} is measured on a machine with {CAPABILITY[name]}, and this one has {here()[0]}")
         print(f"{name}, run {len(runs) + 1} of {processes}: {shlex.join(command)}", flush=True)
         before = len(runs)
         subprocess.run([sys.executable, *command], env=os.environ | ENVIRONMENT.get(name, {}))
@@ -317,9 +337,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> None:
     if args.carry:
         return carry(root, args.name, args.folder, args.carry)
     failed = []
-    processor = "AMX" if torch.cpu._is_amx_tile_supported() else torch.backends.cpu.get_cpu_capability()
-    here = [processor, *["CUDA"] * torch.cuda.is_available()]
-    stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, processor) in here]
+    stale = [name for name in MEASURED if records.is_stale(name) and CAPABILITY.get(name, here()[0]) in here()]
     for name in args.name or stale:
         try:
             keep_record(root, name, args.folder)

@@ -10,6 +10,7 @@ trained. `python -m scripts.keepRecord head-TARGET --from OUT` keeps it for the 
 
 import json
 import math
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, apply_rotary_pos_emb
 
 from engine.cachedModel import CachedModel
-from engine.head import HeadNetwork, save_head
+from engine.head import CONFIG, HeadNetwork, save_head
 from engine.sharedWeights import RestrictedHead
 from experiments.runRecord import model_record, origin
 from inputs.commandLine import as_script, number, path, script_parser, text, whole
@@ -39,6 +40,7 @@ from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
 RECIPE = Recipe(batch=1024, lengths=(256,) * 7 + (1024,), adam_rate=4e-3, weight_decay=0.1)
+CHECKPOINT = "training.pt"
 TEXTS = "texts", "passages"  # of the flags: not in the record
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
 FITTED = 4  # one text in this many of a part is read for the beginning of a head
@@ -179,10 +181,10 @@ def head_trainer(
     torch.manual_seed(args.seed)
     network = new_network(target, output.tokens if args.draftVocab else None).to(target.device)
     begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
-    args.out.mkdir(parents=True, exist_ok=True)
     held_out = texts_of(parts[0], output)
     shares = {"opening": recipe.opening, "finish": recipe.finish}
-    about = {"recipe": shares, "tokens": output.tokens.tolist()}
+    about = {"recipe": shares, "tokens": output.tokens.tolist(), "seed": args.seed}
+    about |= {"target": model_version(args.folder), "texts": headTexts.origin_of(args)}
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
@@ -205,7 +207,7 @@ def head_trainer(
         save_head(network, args.out, model_version(args.folder), record)
         return figures
 
-    return Trainer(recipe, network, args.out.name, loss, measure, args.out / "training.pt", about)
+    return Trainer(recipe, network, args.out.name, loss, measure, args.out / CHECKPOINT, about)
 
 
 def head_flags(argv: Sequence[str]) -> Namespace:
@@ -224,7 +226,12 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     args = parser.parse_args(argv)
     args.folder, args.device = find_model(args.target), pick_device(args.device)
     args.data = args.data or args.out / "texts"
+    if (args.out / CONFIG).exists() and not (args.out / CHECKPOINT).exists():
+        raise UserError(f"{args.out} holds a model, or a head without {CHECKPOINT}; name another OUT")
     args.passages = headTexts.read_passages(args.texts)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not os.access(args.out, os.W_OK):
+        raise UserError(f"{args.out} is a folder that you may not write to; name another OUT")
     return args
 
 
@@ -236,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.folder)
     target = load_model(args.folder, tokenizer, pick_dtype(args.device), args.device)
     target.model.requires_grad_(False)
+    new_network(target, None)  # It refuses some targets: before texts are written.
     if args.draftVocab and args.draftVocab > target.vocabulary:
         raise UserError(f"--draftVocab {args.draftVocab} exceeds the vocabulary of {target.vocabulary} tokens")
     parts, cut = headTexts.prepare_parts(args, target), None

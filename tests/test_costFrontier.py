@@ -17,7 +17,7 @@ from decoding.model import Model
 from experiments.theory import by_position, expected_chain, overlap, overlaps_of, rounds_along, uncut
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
-from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, counts_of, draw_cost, two_drafts
+from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, costs_at, counts_of, draw_cost, two_drafts
 from specSampling import specSampling
 from utils import Sampling
 
@@ -139,6 +139,30 @@ def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them
     row = costFrontier.count_way(inputs, models, sizes, 0.85)
     assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
     assert 1 < at_each_gamma(counts_of(row["texts"]).sum(0))[1] < 1.9
+
+
+def test_inner_rounds_of_a_cascade_are_those_of_rounds_with_room_for_all_guesses(monkeypatch):
+    for name, value in {"TOKENS": 12, "TEXTS": {"bundled-target": 1}}.items():
+        monkeypatch.setattr(costFrontier, name, value)
+    flags = costFrontier.OWN["bundled-target"]["cascade: draft, mid"]
+    inputs, models, sizes = costFrontier.load_way("bundled-target", flags)
+    row = costFrontier.count_way(inputs, models, sizes, 0.85)
+    assert all(
+        rounds <= inner <= 4 * rounds <= 4 * text["rounds"]
+        for text in row["texts"]
+        for rounds, inner in [text["inner"]]
+    )
+    rounds, inner = np.sum([text["inner"] for text in row["texts"]], 0)
+    assert 0 < rounds < sum(text["rounds"] for text in row["texts"])
+    assert row["a_guess"] == pytest.approx(inner / rounds * (sizes["draft"] + sizes["mid"] / 4) / sizes["target"])
+
+
+def test_bytes_of_some_texts_of_a_cascade_are_those_of_their_inner_rounds():
+    reach = {"reach": [[10, 8.0], [8, 4.0]]}
+    row = {"a_guess": 0.3, "whole": True, "texts": [reach | {"line": i, "inner": [10, 10 + 20 * i]} for i in (0, 1)]}
+    assert cheapest(row)["cost"].middle == pytest.approx(1.6 / 2.2)
+    assert (cheapest(row)["cost"].low, cheapest(row)["cost"].high) == pytest.approx((1.3 / 2.2, 1.9 / 2.2))
+    assert costs_at(row, 2, counts_of(row["texts"][1:])[0], np.array([10, 30])) == pytest.approx(1.9 / 2.2)
 
 
 def test_noise_moves_the_weights_that_a_file_rounded_by_half_a_step_at_most(tmp_path):

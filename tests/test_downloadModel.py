@@ -218,6 +218,7 @@ def test_a_busy_hub_that_says_for_how_long_is_asked_again(hub, pythia, capsys, c
     [
         (("ALL_PROXY", "socks://127.0.0.1:9"), ["check", "the proxy", "socks://127.0.0.1:9"]),
         (("HTTPS_PROXY", "http://me:secret@127.0.0.1:9"), ["no connection", "through the proxy 127.0.0.1:9"]),
+        (("HTTPS_PROXY", "http://me:sec/ret@127.0.0.1:9"), ["gives no usable answer", "the proxy"]),
         (None, ["HF_ENDPOINT is empty"]),
     ],
 )

@@ -67,7 +67,7 @@ SPECIAL = {
         "--lossless": Kind(["all", "block,target"], ["blok", "draft", "contrastive", "block,", ","], ["cascade"]),
         "--audit": FILE,
         "--rerun": Kind(wrong=["0", "1", "x", "\u0661", "9" * 5000, "\udcff"]),
-        "--html": Kind(["page.html"], ["nowhere/page.html", "."]),
+        "--html": Kind(["page.html"], ["nowhere/page.html", ".", "/dev/null"]),
         "--device": DEVICE,
         "--draftDevice": replace(DEVICE, wrong=[*DEVICE.wrong, "auto"]),
         "--tree": Kind(["3,2,1,1", "3/2,1,0", "auto"], ["0", "3,0", "3/1,1", "9,9", "-1", "Auto", "1.5"]),

@@ -74,7 +74,10 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
     assert not any("elsewhere" in text for text in written)
     assert re.findall(r"^Run (\w+) of", written[1], re.M) == ["feed1"]  # what `make run` writes
     assert keep() == 0 and len(keep.commands) == 4
-    monkeypatch.setitem(keepRecord.MEASURED, "first", ("--head other", 2))
+    with monkeypatch.context() as patch:
+        patch.setitem(keepRecord.MEASURED, "first", ("--head other", 2))
+        assert after.is_stale("first")
+    monkeypatch.setattr(keepRecord, "version_of_bundled", lambda name: "trained anew")
     assert after.is_stale("first")
 
 
@@ -109,10 +112,11 @@ def test_records_of_older_code_are_carried_over_a_change_if_what_is_repeated_is_
     assert keep("--carry", "nothing") == keep("rounds", "--carry", "a file") == 2
 
 
-def test_a_record_of_another_kind_of_processor_is_measured_if_it_is_named(keep, monkeypatch):
+def test_a_record_of_another_kind_of_processor_is_not_measured_here(keep, monkeypatch, capsys):
     monkeypatch.setattr(keepRecord, "CAPABILITY", {"other": "an abacus"})
     assert keep() == 0 and [command[2] for command in keep.commands] == ["--head"] * 2
-    assert keep("other") == 0 and keep.commands[2][2] == "--lossless"
+    assert keep("other") == 2 and len(keep.commands) == 2
+    one_line(capsys, "other is measured on a machine with an abacus, and this one has ", script="keepRecord")
 
 
 def test_a_record_that_cannot_be_kept_is_refused(copy, keep, monkeypatch, tmp_path, capsys):

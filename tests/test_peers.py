@@ -425,6 +425,7 @@ def test_in_float32_is_what_a_float32_copy_computes(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"attn_implementation": "some-body/evil-attention"}))
     model = others.Float32Model(Source(tmp_path, tmp_path, 0, 61), "cpu")
+    assert model.name == tmp_path.name
     copy = CachedModel(helpers.tiny().model, 61)
     copy.model.load_state_dict({name: weight.float() for name, weight in model.model.state_dict().items()})
     weights = [id(weight) for weight in model.model.parameters()]

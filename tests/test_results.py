@@ -73,8 +73,8 @@ def ppl_lines(corpus="corpus", value=17.0):
 
 def sweep_costs(temperature=0.85, **more):
     conditions = {"run": "r1", "mode": "sweep", "promptLen": 64, "temperature": temperature}
-    costs = {"kind": "costs", "of": "sweep", "alpha": 0.6, "scoring": [1.0] * 11, "overlap_by_position": []}
-    return conditions | costs | more
+    costs = {"kind": "costs", "of": "sweep", "alpha": 0.6, "scoring": [1.0] * 11, "drafting": 0.25}
+    return conditions | costs | {"overlap_by_position": []} | more
 
 
 def write(folder, *lines):
@@ -244,7 +244,7 @@ def test_what_is_said_of_trees_and_of_no_cache_is_said_where_it_was_measured(tmp
     overlap = overlap_line("tree", (8, 8, 4.0, 8, 2.0), accepted=4)
     text = " ".join(write(tmp_path, run_line(), *lines, *with_tree, overlap).split())
     assert "tree 0.500 1.50 1.75 0.86" in text and "In a tree, the sum is that of first siblings" in text
-    assert "tree over block, the fastest of the others: 1.200, paired." in text
+    assert "tree over block, the fastest of the others by these texts: 1.200, paired." in text
     assert "without a KV cache, as in the course report's code, speculative over plain: 2.250 (paired)" in text
     plain = write(tmp_path / "plain", run_line(), *lines[:-2])
     assert "fastest of the others" not in plain and "course report's code" not in plain

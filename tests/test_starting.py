@@ -85,7 +85,8 @@ def test_ctrl_c_while_libraries_are_imported_is_one_line(tmp_path):
     assert process.communicate(timeout=60)[1].strip() == "Interrupted." and process.returncode == 130
 
 
-def test_a_wrong_variable_is_one_line(monkeypatch):
-    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "abc")
+@pytest.mark.parametrize("name, value", [("HF_HUB_DOWNLOAD_TIMEOUT", "abc"), ("HF_ENDPOINT", "https://mirror:80a")])
+def test_a_wrong_variable_is_one_line(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
     done = run("downloadModel.py", "--list")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and "HF_HUB_DOWNLOAD_TIMEOUT" in done.stderr
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and name in done.stderr

@@ -60,8 +60,6 @@ def test_predictions_are_theorys_of_what_was_measured():
     found = [line | {"drafted": 0.5} for line in lines if line["method"] != "draft"]
     _, row = theory.predict(found, costs | {"drafting": 0.0, "overlap_by_position": [[10, 5, 2.0]]})["rows"]
     assert (row["expected"], row["theory"]) == pytest.approx((1.2, 1.2 / 1.05), rel=1e-3)
-    old = {name: value for name, value in costs.items() if name != "drafting"}
-    assert theory.predict(lines, old)["c"] == pytest.approx(0.25)
 
 
 def test_texts_of_a_single_token_have_dashes_in_the_table_of_a_run_that_was_stopped():

@@ -184,6 +184,12 @@ def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, 
     assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
     assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
     assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
+    (out / "training.pt").unlink()
+    weights = (out / "model.safetensors").read_bytes()
+    for folder_of_a_model in out, folder:
+        assert trainHead.main(command(folder, folder_of_a_model, "--steps", 30)) == 2
+        assert "holds a model, or a head without training.pt; name another OUT" in capsys.readouterr().err
+    assert (out / "model.safetensors").read_bytes() == weights
 
 
 @pytest.fixture(scope="module")
@@ -245,8 +251,10 @@ def test_parts_that_are_there_are_not_made_again(sources, small, monkeypatch):
     again = headTexts.prepare_parts(args, target)
     assert [len(part["tokens"]) for part in again] == [len(part["tokens"]) for part in parts]
     assert sum(len(part["tokens"]) for part in again[1:]) >= 300
-    with refused("another target, seed"):
+    with refused("another target or seed"):
         headTexts.prepare_parts(SimpleNamespace(**vars(args) | {"seed": 1}), target)
+    with refused("other --texts"):
+        headTexts.prepare_parts(SimpleNamespace(**vars(args) | {"passages": args.passages[::-1]}), target)
     file = args.data / "00001.safetensors"
     whole = file.read_bytes()
     file.write_bytes(whole[:100])
