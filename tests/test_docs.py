@@ -219,7 +219,7 @@ def test_a_translated_page_has_the_commands_links_and_figures_of_the_english_one
 
 def test_a_translation_that_differs_is_caught():
     english = read(ROOT / "docs/pythia-on-gpu.md")
-    changes = {"commands": ("make run", "make rum"), "links": ("(compile.md#on", "(compile.md#in")}
+    changes = {"commands": ("\nmake run", "\nmake rum"), "links": ("(compile.md#on", "(compile.md#in")}
     changes |= {"code": ("`--show`", "`--shown`"), "figures": ("7 GB", "8 GB")}
     for part, (old, new) in changes.items():
         assert old in english and unlike(english.replace(old, new, 1), english) == [part]
