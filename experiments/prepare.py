@@ -125,6 +125,9 @@ def where_to_run(settings: Settings, processes: Processes) -> tuple[str, str, st
         parent = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
         if not (parent.is_dir() and os.access(parent, os.W_OK)):
             raise UserError(f"{folder} is a folder that you may not write to; name another with --out")
+        lines = folder / "results.jsonl"
+        if lines.exists() and not (lines.is_file() and os.access(lines, os.W_OK)):
+            raise UserError(f"{lines} is not a file that you may write to; name another folder with --out")
     programs = {METHODS[name].engine for name in measuring.names} - {""}
     for what, asked in (
         ("--batch and --sweep batch run", settings.queues),

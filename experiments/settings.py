@@ -223,6 +223,8 @@ def clashes(settings: Settings) -> Iterator[tuple[Any, str]]:
     texts = settings.output.texts
     closed = texts and not os.access(texts, os.W_OK)
     yield closed, f"--texts {texts} is a folder that you may not write to; name another"
+    greedy = texts and [*settings.sampling.temperatures] == [0]
+    yield greedy, "--texts keeps drawn texts, and --temperature 0 draws none; leave out one of them"
     several = bool(texts) and len(settings.texts.prompt_lengths) > 1
     yield several, "--texts keeps the texts of one prompt length, each method's in a file; give one --promptLen"
     untimed = measuring.diversity or measuring.lossless or measuring.ppl or measuring.audit or played

@@ -123,6 +123,7 @@ def test_the_benchmark_is_test_py_with_flags_that_later_ones_replace(monkeypatch
     [
         ("--compare fixed --target random:pythia-1m", "there is no shape 'pythia-1m'; known are: random:pythia-70m"),
         (f"--compare generate --target nobody --texts {ROOT}/docs", "docs is a folder that you may not write to"),
+        ("--compare generate --texts . --temperature 0", "--texts keeps drawn texts"),
         ("--lossless fixed --acceptance 0.5", "--acceptance is for measuring speed"),
         ("--compare llama.cpp:plain --device meta", "llama.cpp runs only on the CPU"),
     ],

@@ -98,7 +98,7 @@ def test_a_read_only_folder_is_refused_before_anything_is_loaded(
     run("--target nowhere", out=disk, code=2)
     one_line(capsys, str(disk), "may not write", "--out")
     run("--prompt a --html", page, base=prompted(flags), out=disk, code=2)
-    one_line(capsys, str(page), "Read-only")
+    one_line(capsys, str(page), "cannot be written")
     hub.models["some/target"] = Repository({f.name: f for f in (pair_folder / "target").iterdir()})
     monkeypatch.setattr("inputs.files.MODELS", disk)
     run("--target some/target", code=2)
@@ -142,7 +142,7 @@ def test_results_that_nobody_can_read_are_kept_and_do_not_stop_a_run(run, tmp_pa
     (tmp_path / "folder" / "results.jsonl").mkdir(parents=True)
     capsys.readouterr()
     assert cli.main([*flags, "--speed", "--out", str(tmp_path / "folder")]) == 2
-    one_line(capsys, "results.jsonl", "Is a directory")
+    one_line(capsys, "results.jsonl is not a file that you may write to")
 
 
 def test_out_of_memory_is_one_line_and_what_was_measured_is_kept(cli, run, tmp_path, capsys, monkeypatch):

@@ -45,7 +45,7 @@ def load() -> ctypes.CDLL:
     # The library's name has a hash of everything the build depends on.
     macros = subprocess.run([compiler, *native, "-E", "-dM", "-x", "c++", os.devnull], capture_output=True).stdout
     known = [part.read_bytes() for part in sorted(FOLDER.glob("*.[ch]*"))]
-    known += [macros, repr([FLAGS, KINDS, native]).encode(), torch.__version__.encode()]
+    known += [macros, repr(native).encode(), Path(__file__).read_bytes(), torch.__version__.encode()]
     path = cache_folder() / f"kernels-{hashlib.sha256(b''.join(known)).hexdigest()[:16]}.so"
     path.parent.mkdir(parents=True, exist_ok=True)
     if not is_complete(path):  # A complete one may be in a folder that this user cannot write.
