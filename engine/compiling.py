@@ -8,7 +8,7 @@ import sys
 from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel
-from utils import out_of_memory
+from engine.decoderLayers import PackedLayer
 
 
 def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
@@ -29,7 +29,7 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
         engine = CudaModel if model.device.type == "cuda" else CpuModel
         result = engine(model.model, model.vocabulary, model.name, cache_of, features)
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
-        if out_of_memory(error):  # Some of its layers may be packed.
+        if any(isinstance(part, PackedLayer) for part in model.model.modules()):  # Memory may end amid the layers.
             raise
         no_compiler = isinstance(error, subprocess.CalledProcessError)
         reason = "the C++ compiler failed" if no_compiler else " ".join(str(error).split())[:200]

@@ -109,7 +109,7 @@ class PackedLayer(nn.Module):
         self.parts = parts
 
     def forward(self, *args: object, **kwargs: object) -> None:
-        raise UserError("this model is compiled: what else shall read its layers must be made before that")
+        raise UserError("this model is compiled: make other models of its layers before that")
 
 
 def names_of(model: PreTrainedModel) -> Names:

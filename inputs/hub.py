@@ -244,7 +244,8 @@ def hub_errors(repo: str, revision: str) -> Iterator[None]:
         raise UserError(f"no connection to {host} ({type(error).__name__}); {remedy}. {kept}") from None
     except (UserError, OSError):
         raise
-    except Exception as error:  # For an address that is none the library has an error of its own.
-        why = f"{type(error).__name__}: {one_line(error)}"
+    except Exception as error:  # For an address that is none the library has an error of its own, with a part of it.
+        said = isinstance(error, (ImportError, ValueError, KeyError, TypeError, AttributeError))
+        why = type(error).__name__ + (f": {one_line(error)}" if said else "")
         check = "check HF_ENDPOINT, HF_TOKEN, the proxy and the network"
         raise UserError(f"{host} gives no usable answer for {repo} ({why}); {check}") from None

@@ -129,7 +129,8 @@ class speculative:  # called like a function, as `torch.no_grad` is
         synced = arguments.get("synced_gpus")
         if synced is None and torch.distributed.is_available() and torch.distributed.is_initialized():
             # As the library decides by itself.
-            synced = library.is_deepspeed_zero3_enabled() or library.is_fsdp_managed_module(model)
+            shared = library.is_deepspeed_zero3_enabled() or library.is_fsdp_managed_module(model)
+            synced = shared and torch.distributed.get_world_size() > 1
         if synced:
             refuse("synced_gpus")
         check_settings(model, self.draft, self.vocabulary, generation_config, inputs)

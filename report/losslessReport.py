@@ -190,7 +190,8 @@ def audit_details(line: AuditLine | GreedyAuditLine) -> Iterator[str]:
             yield f"The tokens are {likelier} probable than the target's own, as at a {hotter} temperature."
         if line["fits"]:
             settings = ", nor at ".join(map(settings_of, line["fits"]))
-            yield f"No test rejects the first {FITTED:,} tokens at {settings}: was a setting not applied?"
+            first = f"its first texts (some {FITTED:,} tokens at most)"
+            yield f"No test rejects {first} at {settings}: was a setting not applied?"
         elif line["seen_by"]:
             if line["order"] == "p":
                 yield "If a draft model guessed, name it with --draft: then a leak from it shows after fewer tokens."

@@ -42,7 +42,7 @@ from methods.programs.program import FOLDER
 from report.losslessReport import POWER_COLUMNS
 from report.tables import Table, markdown, name_of, table_of
 from scripts import mended
-from scripts.keepRecord import Records, source, without_places
+from scripts.keepRecord import Records, has_bundled_weights, source, without_places
 from utils import GREEDY, Sampling, UserError
 
 FILE, TEXTS = ROOT / "docs/records/engines.json", FOLDER / "texts"
@@ -134,6 +134,8 @@ def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about:
 def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, those of mended engines with `mend`, or find the planted mistakes with
     the vocabulary in both orders."""
+    if FILE.exists() and not has_bundled_weights(read_json(FILE)):
+        raise UserError(f"{FILE} is of other weights of the bundled models: remove it")
     named, field = choose(names, Role) if names else [], "mended" if mend else "cells"
     if mend and not {*named} <= {"target", *mended.METHODS}:
         raise UserError(f"--mended is for {', '.join(mended.METHODS)}")

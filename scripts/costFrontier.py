@@ -40,8 +40,8 @@ from inputs.models import model_version, read_json
 from methods.catalogue import build
 from report.figures import DARK, GREY, RED, Figure, plt
 from report.tables import Table, markdown, span
-from scripts.keepRecord import Records, source
-from utils import Sampling
+from scripts.keepRecord import Records, has_bundled_weights, source
+from utils import Sampling, UserError
 
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
 COPIES = {f"copy, {bits} bits": f"--draft self --draftBits {bits} {CHAIN}" for bits in (8, 6, 5, 4, 3, 2)}
@@ -317,6 +317,8 @@ def count_all(target: str) -> None:
         write_off_grid(folder)
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
     is_of_now = Records(ROOT).is_of_now
+    if not has_bundled_weights(record):
+        raise UserError(f"{file} is of other weights of the bundled models: remove it")
     for temperature in TEMPERATURES:
         for way, flags in OWN[target].items():
             key = {"way": way, "temperature": temperature}

@@ -127,9 +127,9 @@ class Records:
         return is_of_now(self.carried_to(code), device)
 
     def is_stale(self, name: str) -> bool:
-        """Whether a record that a command measures is missing, or of other code, other flags or fewer processes than it
-        should be; whether any part of another record is of other code. A training's record stays with the weights that
-        it describes."""
+        """Whether a record that a command measures is missing, or of other code, weights or flags, or fewer processes
+        than it should be; whether any part of another record is of other code or weights. A training's record stays
+        with the weights that it describes."""
         if name in self.files:
             record = self.files[name]
             parts = record.get("cells") or record.get("rows") or [record]

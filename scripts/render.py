@@ -121,7 +121,7 @@ def render(root: Path, check: bool) -> int:
         for name in filter(records.is_stale, dict.fromkeys([*MEASURED, *records.runs, *records.files])):
             remedy = "make records" if name in MEASURED else command_of(records[name][0])
             remedy += f", on a machine of the kind {CAPABILITY[name]}" if name in CAPABILITY else ""
-            faults.append(f"record {name} is of other code, other flags or too few processes: {remedy}")
+            faults.append(f"record {name} is of other code, weights or flags, or too few processes: {remedy}")
         print(*faults or ["Everything is as its record says."], sep="\n")
         return 1 if faults else 0
     for picture in pictures:

@@ -97,16 +97,17 @@ class Trainer:
     def train(self) -> None:
         """Train to the end, from a checkpoint if there is one. Raises UserError if that is broken or another's."""
         if (file := self.checkpoint) and file.exists():
-            with library_errors(f"{file} cannot be read", "remove it to train anew"):
+            with library_errors(f"{file} cannot be read", "name another OUT"):
                 state = torch.load(file, map_location=next(iter(self.weights.values())).device, weights_only=True)
                 if state["about"] != self.about:
-                    other = f"{file.parent} holds a training with other flags"
-                    raise UserError(f"{other}; name another OUT, or remove {file}")
+                    raise UserError(f"{file.parent} holds a training with other flags; name another OUT")
                 self.network.load_state_dict(state["weights"], strict=False)
                 for optimizer, earlier in zip(self.optimizers, state["optimizers"]):
                     optimizer.load_state_dict(earlier)
                 for name in PROGRESS:
                     setattr(self, name, state[name])
+        elif file:
+            self.save(file)
         with Bar(f"{self.label} is trained", 100, " %") as bar:
             while (share := self.share) < 1:
                 self.one_step()
@@ -130,20 +131,25 @@ class Trainer:
         self.seconds += time.monotonic() - begin
 
     def log(self) -> None:
-        """Add a line to `history`, show it, and write the checkpoint, in one step, so that it is never incomplete."""
+        """Add a line to `history`, show it, and write the checkpoint."""
         line = {"step": self.step, "tokens": self.step * self.recipe.batch, "seconds": round(self.seconds, 1)}
         line |= {"memory": psutil.Process().memory_info().rss, "loss": float(np.mean(self.losses[-100:]))}
         self.history.append(line | self.measure(self))
         figures = ", ".join(f"{name} {np.round(value, 4)}" for name, value in self.history[-1].items())
         print(f"{self.label}: {figures}", file=sys.stderr, flush=True)
         if self.checkpoint:
-            state = {name: getattr(self, name) for name in PROGRESS} | {"about": self.about}
-            state |= {"weights": {name: p.detach() for name, p in self.weights.items()}}
-            state |= {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
-            temporary = self.checkpoint.with_name(f".{self.checkpoint.name}")
-            with library_errors(f"{self.checkpoint} cannot be written", "free some space; the same command goes on"):
-                torch.save(state, temporary)
-            os.replace(temporary, self.checkpoint)
+            self.save(self.checkpoint)
+
+    def save(self, checkpoint: Path) -> None:
+        """Write the checkpoint, as a whole."""
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        state = {name: getattr(self, name) for name in PROGRESS} | {"about": self.about}
+        state |= {"weights": {name: p.detach() for name, p in self.weights.items()}}
+        state |= {"optimizers": [optimizer.state_dict() for optimizer in self.optimizers]}
+        temporary = checkpoint.with_name(f".{checkpoint.name}")
+        with library_errors(f"{checkpoint} cannot be written", "free some space; the same command goes on"):
+            torch.save(state, temporary)
+        os.replace(temporary, checkpoint)
 
 
 def at_a_time(device: torch.device) -> int:

@@ -38,6 +38,7 @@ def assert_error(capsys, *words, arguments=(NAME,), script=downloadModel):
     error = capsys.readouterr().err
     assert error.startswith(f"{script.__name__}.py: error: ") and error.count("\n") == 1
     assert all(word in error for word in words) and "UserError" not in error, error
+    return error
 
 
 def matches(folder, repository):

@@ -64,7 +64,7 @@ def change(path, old, new):
     path.write_text(text, encoding="utf-8")
 
 
-OLD = "is of other code, other flags or too few processes"  # what the checker says of a record
+OLD = "is of other code, weights or flags, or too few processes"  # what the checker says of a record
 
 
 def checked(folder, capsys):

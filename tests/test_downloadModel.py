@@ -227,7 +227,8 @@ def test_a_proxy_or_an_endpoint_that_cannot_be_used_is_named(models_folder, caps
     monkeypatch.setenv(*proxy or ("NO_PROXY", ""))
     close_session()  # It keeps the proxies of the environment that it was made in.
     try:
-        assert_error(capsys, *words)
+        said = assert_error(capsys, *words)
+        assert "'sec'" not in said
     finally:
         monkeypatch.undo()
         close_session()

@@ -4,6 +4,7 @@ twins that it reads have the class and the configuration of a model."""
 import contextlib
 import random
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import helpers
 import pytest
@@ -286,10 +287,21 @@ def stored(tmp_path, monkeypatch):
 
 
 def test_twins_of_several_threads_leave_the_generator_and_the_number_of_threads_alone(stored):
-    before, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda width: check_kind(MistralConfig(intermediate_size=width), MistralForCausalLM), range(99)))
-        assert set(pool.map(lambda _: torch.get_num_threads(), range(9))) == {threads} == {torch.get_num_threads()}
+    before, threads, all_are_here = torch.random.get_rng_state(), torch.get_num_threads(), Barrier(4)
+
+    def check(number):
+        all_are_here.wait()
+        for width in range(1 + number, 60, 4):
+            check_kind(MistralConfig(intermediate_size=width), MistralForCausalLM)
+        all_are_here.wait()
+        return torch.get_num_threads()
+
+    torch.set_num_threads(2)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert {*pool.map(check, range(4)), torch.get_num_threads()} == {2}
+    finally:
+        torch.set_num_threads(threads)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -60,7 +60,10 @@ def test_what_other_code_measured_is_measured_again_and_kept_in_place_of_the_one
         records.files["engines"] = {"cells": [now], "mistakes": [{"code": code}]}
         assert records.is_stale("engines") == stale  # A planted mistake is of the code that --lossless runs.
     assert render.main(["--check"], copy) == 1
-    assert "record first is of other code, other flags or too few processes: make records\n" in capsys.readouterr().out
+    assert (
+        "record first is of other code, weights or flags, or too few processes: make records\n"
+        in capsys.readouterr().out
+    )
     assert keep("first") == 130 and render.Records(copy)["first"] == records["first"]
     assert keep() == 0 and [command[2] for command in keep.commands] == ["--head"] * 3 + ["--lossless"]
     after = render.Records(copy)

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import helpers
 import numpy as np
@@ -209,9 +210,13 @@ def head_trainer(sources, out, steps=12, **changes):
     return trainHead.head_trainer(recipe, SimpleNamespace(**vars(args) | {"out": out}), *others)
 
 
-def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_path):
+def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_path, monkeypatch):
     whole, first, second = (head_trainer(sources, tmp_path / name, finish=0.5) for name in ("whole", "cut", "cut"))
     whole.train()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(first, "one_step", Mock(side_effect=KeyboardInterrupt))
+        first.train()
+    assert first.checkpoint.exists()  # It is there before a head is.
     for _ in range(7):
         first.one_step()
     first.log()
@@ -226,7 +231,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(sources, small, tmp_
     del older["about"]  # as an older version wrote it
     for write in lambda: torch.save(older, file), lambda: file.write_bytes(b"broken"):
         write()
-        with refused("cannot be read", "remove it"):
+        with refused("cannot be read", "name another OUT"):
             head_trainer(sources, tmp_path / "cut", finish=0.5).train()
 
 

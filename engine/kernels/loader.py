@@ -99,7 +99,7 @@ def accepts(compiler: str, flags: list[str], text: str = "") -> bool:
 def build_library(compiler: str, native: list[str], path: Path) -> None:
     """Compile the kernels; the library appears at `path` when it is complete.
 
-    multiply.cpp is compiled once for each of KINDS. A kind whose flags the compiler does not know is left out.
+    multiply.cpp is compiled once for each of KINDS. A kind that the compiler cannot build is left out.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder, ThreadPoolExecutor() as pool:
 
@@ -109,15 +109,17 @@ def build_library(compiler: str, native: list[str], path: Path) -> None:
             return f"{folder}/{name}.o"
 
         with_torch = [*native, *torch_flags(compiler)]
-        known = [kind for kind, flags in KINDS.items() if accepts(compiler, flags)]
         main = [pool.submit(compile_part, f"{name}.cpp", name, with_torch) for name in ("decoder", "kernels")]
-        kinds = [
-            pool.submit(compile_part, "multiply.cpp", kind, [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *KINDS[kind]])
-            for kind in known
-        ]
-        listed = "".join(f" USE(of_{kind})" for kind in known)
-        choose = compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"])
-        parts = [choose, *(part.result() for part in [*main, *kinds])]
+        of_kinds = {kind: [f"-DKIND=of_{kind}", f'-DNAME="{kind}"', *flags] for kind, flags in KINDS.items()}
+        kinds = {kind: pool.submit(compile_part, "multiply.cpp", kind, flags) for kind, flags in of_kinds.items()}
+        parts = [part.result() for part in main]
+        for kind in [kind for kind, part in kinds.items() if part.exception()]:  # Beside the others, memory may end.
+            again = kinds[kind] = pool.submit(compile_part, "multiply.cpp", kind, of_kinds[kind])
+            if kind != "plain" and again.exception():
+                del kinds[kind]
+        listed = "".join(f" USE(of_{kind})" for kind in kinds)
+        parts.append(compile_part("choose.cpp", "choose", [f"-DKINDS(USE)={listed}"]))
+        parts += [part.result() for part in kinds.values()]
         # torch's own OpenMP library alone: a second one would start threads of its own.
         openmp, libraries = openmp_of_torch(), [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
         if openmp and sys.platform != "darwin":
