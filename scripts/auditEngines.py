@@ -134,8 +134,6 @@ def keep(field: str, key: Mapping[str, Any], lines: list[dict[str, Any]], about:
 def audit_engines(names: str | None, mistakes: bool, mend: bool, tokens: int, seed: int) -> None:
     """Fill in the cells that the record lacks, those of mended engines with `mend`, or find the planted mistakes with
     the vocabulary in both orders."""
-    if FILE.exists() and not has_bundled_weights(read_json(FILE)):
-        raise UserError(f"{FILE} is of other weights of the bundled models: remove it")
     named, field = choose(names, Role) if names else [], "mended" if mend else "cells"
     if mend and not {*named} <= {"target", *mended.METHODS}:
         raise UserError(f"--mended is for {', '.join(mended.METHODS)}")
@@ -287,6 +285,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     if arguments["mistakes"] and (arguments["names"] or arguments["seed"] or arguments["mend"]):
         raise UserError("--mistakes is for all of this project's methods, and for seed 0; leave out the others")
+    if FILE.exists() and not has_bundled_weights(read_json(FILE)):
+        raise UserError(f"{FILE} is of other weights of the bundled models: remove it")
     arguments["tokens"] = arguments["tokens"] or (3_200 if arguments["mistakes"] else 8_000)
     audit_engines(**arguments)
 

@@ -208,7 +208,7 @@ def runs_of_now(folder: Path, words: str) -> list[Run]:
 
 def has_bundled_weights(record: Mapping[str, Any]) -> bool:
     """Whether the bundled models of a record have the weights of today."""
-    models = [model for model in record.get("models", {}).values() if model["name"] in BUNDLED]
+    models = [model for model in record.get("models", {}).values() if model.get("name") in BUNDLED]
     return all(model["version"] == version_of_bundled(model["name"]) for model in models)
 
 
