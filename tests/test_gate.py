@@ -291,7 +291,7 @@ def test_twins_of_several_threads_leave_the_generator_and_the_number_of_threads_
 
     def check(number):
         all_are_here.wait()
-        for width in range(1 + number, 60, 4):
+        for width in range(1 + number, 21, 4):
             check_kind(MistralConfig(intermediate_size=width), MistralForCausalLM)
         all_are_here.wait()
         return torch.get_num_threads()
