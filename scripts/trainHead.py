@@ -183,8 +183,7 @@ def head_trainer(
     begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
     held_out = texts_of(parts[0], output)
     shares = {"opening": recipe.opening, "finish": recipe.finish}
-    about = {"recipe": shares, "tokens": output.tokens.tolist(), "seed": args.seed}
-    about |= {"target": model_version(args.folder), "texts": headTexts.origin_of(args)}
+    about = {"recipe": shares, "tokens": output.tokens.tolist(), "texts": headTexts.origin_of(args)}
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
         """The cross-entropy to the target's distribution in each step of a chain, and in the end the share of guesses
