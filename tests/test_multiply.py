@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import mmap
 import platform
 import re
 import shutil
@@ -193,7 +194,9 @@ def is_advised(tensor):
 )
 def test_packed_weights_are_on_huge_pages(monkeypatch):
     monkeypatch.setattr(packedLinear._piece, "rest", torch.empty(0, dtype=torch.uint8))  # Its end is on small pages.
-    plain, small = torch.empty(16 * HUGE, dtype=torch.uint8), on_huge_pages([3, 5], torch.float32)
+    # Not of torch, whose memory may be a part of the heap that was advised for weights freed since.
+    fresh = mmap.mmap(-1, 16 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    plain, small = torch.frombuffer(fresh, dtype=torch.uint8), on_huge_pages([3, 5], torch.float32)
     large = on_huge_pages([16, HUGE], torch.bfloat16)
     assert is_advised(large.fill_(1)) and is_advised(small.fill_(1)) and not is_advised(plain)
 
