@@ -32,7 +32,7 @@ CODE = "import sys; from methods.programs import program; program.main(*sys.argv
 SPACE = 1.25  # memory and disk that a model takes, over the bytes of its weights
 WORKING = 2  # bytes for each weight while a model is converted: programs keep what they write, but for 16-bit weights
 ORIGIN = "origin.txt"  # in the folder of a converted model: a digest of all that it follows from but the weights
-COPY = "Q4_0"  # how the weights of a 4-bit copy are stored
+COPY = "pure Q4_0"  # how the weights of a 4-bit copy are stored, also those of its output layer
 QUANTISED_ROUNDOFF = 2.0**-6
 
 

@@ -114,13 +114,15 @@ def sources(texts: Iterable[Mapping[str, Any]]) -> list[tuple[tuple[int, int], i
     return [((t.get("process", 0), t.get("rank", 0)), t.get("question", t.get("prompt", t["repeat"]))) for t in texts]
 
 
-def speedup(timed: Sequence[TimedText] | Sequence[QueueFigures], method: str, baseline: str) -> Interval:
-    """The median of `method`'s throughput over `baseline`'s, of each prompt, repeat and process that both have; of
-    queues the prompt is the repeat."""
+def speedup(
+    timed: Sequence[TimedText] | Sequence[QueueFigures], method: str, baseline: str, figure: str = "throughput"
+) -> Interval:
+    """The median of `method`'s throughput, or another figure, over `baseline`'s, of each prompt, repeat and process
+    that both have; of queues the prompt is the repeat."""
     lines: Sequence[Any] = timed
     upper, lower = (
         {
-            (*source, line.get("prompt"), line["repeat"]): line["throughput"]
+            (*source, line.get("prompt"), line["repeat"]): line[figure]
             for line, source in zip(lines, sources(lines))
             if line["method"] == name
         }

@@ -198,11 +198,13 @@ def bound(cell: Mapping[str, Any] | None) -> str:
     target's."""
     if not cell or cell["failed"]:
         return "fails" if cell else ""
-    if "beyond" in cell:
-        return f"**{cell['beyond']:,} of {cell['tokens']:,} differ**" if cell["beyond"] else "the target's"
+    is_copy = cell["precision"].startswith("int")
+    if "beyond" in cell:  # Of weights in few bits also tokens that rounding would explain differ.
+        differ = cell["beyond"] + cell["near_ties"] * is_copy
+        return f"**{differ:,} of {cell['tokens']:,} differ**" if differ else "the target's"
     low, high = (end(1000 * value) / 10 for end, value in zip((floor, ceil), cell["variation"]))  # Not narrower.
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
-    other = "another model, " if cell["precision"].startswith("int") else ""
+    other = "another model, " if is_copy else ""
     return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
 
 

@@ -197,9 +197,9 @@ def in_short(records: Records) -> str:
     return markdown(table)
 
 
-def row_ratio(name: str, method: str, baseline: str, records: Records) -> str:
-    """The throughput of a row of a record over that of another."""
-    return str(span(speedup(of_kind(records[name][1], SpeedLine), method, baseline)))
+def row_ratio(name: str, method: str, baseline: str, records: Records, figure: str = "throughput") -> str:
+    """The throughput, or another figure, of a row of a record over that of another."""
+    return str(span(speedup(of_kind(records[name][1], SpeedLine), method, baseline, figure)))
 
 
 def overall(name: str, records: Records) -> str:
@@ -386,7 +386,12 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
     **{f"avx2-over-{few}": partial(row_ratio, "avx2-SmolLM2", "self", f"llama.cpp:{few}") for few in ("int8", "int4")},
+    "avx2-q4_0": partial(row_ratio, "avx2-SmolLM2", "llama.cpp:q4_0", "self"),
     "tuned-int4": partial(row_ratio, "tuned-SmolLM2", "llama.cpp:int4", "self"),
+    # How many times as fast per token: the other's time over its own.
+    "avx2-q4_0-token": partial(row_ratio, "avx2-SmolLM2", "self", "llama.cpp:q4_0", figure="tpot"),
+    "avx2-int4-token": partial(row_ratio, "avx2-SmolLM2", "llama.cpp:int4", "self", figure="tpot"),
+    "tuned-int4-token": partial(row_ratio, "tuned-SmolLM2", "self", "llama.cpp:int4", figure="tpot"),
     "post-ratio": partial(row_ratio, "compare", "targetConfidence", "fixed"),
     **{f"greedy-{name}": partial(row_ratio, "greedy-SmolLM2", name, "target") for name in ("lookup", "self")},
     "round": partial(printed, PAIR, "A round"),

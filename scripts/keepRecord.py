@@ -44,12 +44,11 @@ from utils import UserError
 REAL, COMPILED = "--target SmolLM2-135M-Instruct", "--compile --repeats 1"
 RANDOM = "--target random:pythia-2.8b --draft random:pythia-70m --acceptance 0.6"
 COPY_OF_RANDOM = "--target random:pythia-2.8b --draft self --draftBits 4 --acceptance 0.9"
+FAST = "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,llama.cpp:q4_0"
 UNAIDED = (  # the methods of other programs that need no draft model
-    "generate:plain,generate:compiled,generate:lookup,llama.cpp:plain,llama.cpp:lookup,llama.cpp:copy,"
-    "llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4,openvino:plain,openvino:lookup,openvino:int8,ctranslate2,"
-    "vllm:plain,vllm:lookup"
+    f"generate:plain,generate:compiled,generate:lookup,{FAST},llama.cpp:lookup,llama.cpp:copy,"
+    "openvino:plain,openvino:lookup,openvino:int8,ctranslate2,vllm:plain,vllm:lookup"
 )
-FAST = "llama.cpp:plain,llama.cpp:bfloat16,llama.cpp:int8,llama.cpp:int4"
 PLAIN = f"{FAST},generate:compiled,openvino:plain,openvino:int8,ctranslate2,vllm:plain"
 OWN_COPY, OF_128 = f"{REAL} --draft self --draftBits 6", f"{COMPILED} --maxLen 128 --sentences 10"
 OTHERS = "generate,llama.cpp,openvino,ctranslate2,vllm"

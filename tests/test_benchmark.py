@@ -136,7 +136,8 @@ def test_a_wrong_flag_is_one_line(run, asked, words, tmp_path, capsys, monkeypat
 
 
 def test_the_name_of_a_program_is_all_of_its_methods_that_the_models_allow():
-    alone = ["target", *(f"llama.cpp:{kind}" for kind in ("plain", "copy", "lookup", "bfloat16", "int8", "int4"))]
+    kinds = "plain", "copy", "lookup", "bfloat16", "int8", "int4", "q4_0"
+    alone = ["target", *(f"llama.cpp:{kind}" for kind in kinds)]
     assert choose("llama.cpp", ["draft model"]) == alone
     assert "llama.cpp:draft" in choose("llama.cpp", [role for m in METHODS.values() for role in m.needs])
     assert choose("all,vllm:plain", [])[-1] == "vllm:plain" and not any(":" in name for name in choose("all", []))

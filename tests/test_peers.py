@@ -130,12 +130,12 @@ def test_a_row_is_timed_only_if_its_text_is_right(compared, pair_folder, tmp_pat
     rows = [f"{program}:{kind}" for program in PRETENDED for kind in PROGRAMS[program].rows]
     late = "left out: it failed while it was timed, and its earlier texts stay in the record: out of memory"
     expected = dict.fromkeys(rows, "no difference found")  # how what is said of a row begins
-    expected |= dict.fromkeys(("llama.cpp:int8", "llama.cpp:int4"), "another model")
+    expected |= dict.fromkeys(("llama.cpp:int8", "llama.cpp:int4", "llama.cpp:q4_0"), "another model")
     expected["llama.cpp:draft"] = late
     expected |= dict.fromkeys(("openvino:plain", "openvino:int8"), "left out: the library is missing")
     expected |= dict.fromkeys(("ctranslate2:plain", "ctranslate2:int8"), "left out: not timed: ")
     expected |= dict.fromkeys(("openvino:draft", "vllm:lookup"), "difference found: ")
-    assert list(said) == rows and len(rows) == 16
+    assert list(said) == rows and len(rows) == 17
     assert all(said[name].startswith(words) for name, words in expected.items()), said
     assert "impossible tokens" in said["openvino:draft"]
     timed = {line["method"] for line in of_kind(lines)} - {"target"}
@@ -238,7 +238,7 @@ def test_what_does_not_fit_says_so(loaded):
 
 def test_a_4_bit_copy_drafts_for_llama_cpp(loaded, tmp_path, monkeypatch):
     method, (*converted, (request,)) = loaded("llama.cpp:copy")
-    forms = "float16", "Q4_0"
+    forms = "float16", peers.COPY
     assert [(source, form) for source, _, _, form in converted] == [(tmp_path / "model", form) for form in forms]
     folders = [str(tmp_path / "converted" / f"llama.cpp-{form}") for form in forms]
     assert [request.target, request.draft] == folders and request.gamma == 3

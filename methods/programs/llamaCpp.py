@@ -48,6 +48,7 @@ class LlamaCpp(Program):
         "bfloat16": Row("bfloat16", None, "bfloat16"),
         "int8": Row("weights in int8", None, "int8"),
         "int4": Row("weights in 4 bits, Q4_1, and the output layer in int8", None, "int4", "Q4_1"),
+        "q4_0": Row("weights in 4 bits, Q4_0, and the output layer in int8", None, "int4", "Q4_0"),
     }
     requirements = ("llama-cpp-python==0.3.36",)
     installed = FOLDER / "llama-server"
@@ -79,7 +80,7 @@ class LlamaCpp(Program):
 
         types = gguf.GGMLQuantizationType
         kinds = {"float16": types.F16, "bfloat16": types.BF16, "int8": types.Q8_0}
-        kinds |= {"Q4_1": types.Q4_1, "Q4_0": types.Q4_0}
+        kinds |= {"Q4_1": types.Q4_1, "Q4_0": types.Q4_0, "pure Q4_0": types.Q4_0}
         writer = gguf.GGUFWriter(folder / "model.gguf", "llama" if weights.llama else "gptneox")
         writer.add_context_length(weights.context)
         writer.add_embedding_length(weights.config["hidden_size"])
@@ -116,7 +117,7 @@ class LlamaCpp(Program):
             kind = types.F32
             if weight.ndim > 1:  # A matrix whose rows are not whole blocks is stored in 16 bits.
                 is_head = name.startswith(("token_embd", "output."))
-                kind = kinds["int8" if form == "Q4_1" and is_head else form]
+                kind = kinds["int8" if form in ("Q4_1", "Q4_0") and is_head else form]
                 kind = types.F16 if weight.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
             writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(weight), kind), raw_dtype=kind)
         writer.write_header_to_file()

@@ -36,7 +36,7 @@ ALIASES = {  # a weight that a file lacks, and what it is then: under the name o
 # How a model is loaded from its folder, whose configuration may name code of the hub, also as its attention.
 LOADING: Any = {"dtype": "auto", "attn_implementation": "eager", "local_files_only": True, "trust_remote_code": False}
 # {how weights are stored: bytes of one, with its share of the scales of 4-bit blocks}
-FORMS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "Q4_1": 20 / 32, "Q4_0": 18 / 32}
+FORMS = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "Q4_1": 20 / 32, "Q4_0": 18 / 32, "pure Q4_0": 18 / 32}
 
 
 @dataclass(frozen=True)
