@@ -59,7 +59,8 @@ BATCH_NOTES = (
 )
 ENGINE_NOTES = (
     "greedy: tokens that are not the target's argmax, in float32, beyond what rounding explains; a method with any is "
-    "not timed. sampled: what the tests of test.py --audit find in {texts} texts. Quantised weights are another model."
+    "not timed. sampled: what the tests of test.py --audit find in {texts} texts. Quantised weights are another model: "
+    "greedy counts all its tokens that are not the argmax."
 )
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "
@@ -324,8 +325,10 @@ def engine_table(lines: Sequence[EngineLine]) -> Table:
     table = Table("Other programs", heads, left=(1, 2, 4), folded=(1, 4), notes=notes)
     # Of several prompt lengths the last, or one at which the method failed.
     for line in {line["method"]: line for line in [*lines, *(line for line in lines if line["failed"])]}.values():
-        beyond = "" if line["greedy"] is None else f"{line['greedy']['beyond']} of {line['greedy']['tokens']}"
-        table.add(line["method"], line["version"] or "", line["precision"], beyond, said_of(line))
+        differ = ""
+        if greedy := line["greedy"]:
+            differ = f"{greedy['beyond'] + greedy['near_ties'] * line['quantised']} of {greedy['tokens']}"
+        table.add(line["method"], line["version"] or "", line["precision"], differ, said_of(line))
     return table
 
 

@@ -330,6 +330,11 @@ OF_GAMMA, OF_PLAIN = "Speed over gamma: .*temperature ", " | tokens/s | TTFT ms 
 IN_POST = "target alone|fixed|target confidence"
 OF_POST = " | tokens/s | speed-up | alpha | tokens/round | drafted | kept"
 OF_COPY = OF_PROCESSORS | {"real-": REAL}
+IN_FEW_BITS = {  # {a block: (its run, llama.cpp's row that is beside the copy)}
+    "avx2-int8": ("avx2-SmolLM2", "int8"),
+    "avx2-q4": ("avx2-SmolLM2", "q4_0"),
+    **{f"{of}int4": (run, "int4") for of, run in (*OF_COPY.items(), ("tuned-", "tuned-SmolLM2"))},
+}
 RUNS = {"": PAIR, "real-": REAL}  # the beginning of a block's name, and the run that its figures are of
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "architectures": architectures,
@@ -381,17 +386,17 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
         f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=FASTEST, by="tokens/s")
         for of, run in OF_PROCESSORS.items()
     },
+    "avx2-greedy": partial(printed, "avx2-SmolLM2", "Other programs", columns=" | precision | greedy"),
     **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_COPY.items()},
     "gpu-fixed": partial(row_ratio, "gpu", "fixed", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},
     "copy-by-category": partial(row_ratio, "categories-SmolLM2", "self", "target"),
-    **{f"avx2-over-{few}": partial(row_ratio, "avx2-SmolLM2", "self", f"llama.cpp:{few}") for few in ("int8", "int4")},
-    "avx2-q4_0": partial(row_ratio, "avx2-SmolLM2", "llama.cpp:q4_0", "self"),
-    "tuned-int4": partial(row_ratio, "tuned-SmolLM2", "llama.cpp:int4", "self"),
-    # How many times as fast per token: the other's time over its own.
-    "avx2-q4_0-token": partial(row_ratio, "avx2-SmolLM2", "self", "llama.cpp:q4_0", figure="tpot"),
-    "avx2-int4-token": partial(row_ratio, "avx2-SmolLM2", "llama.cpp:int4", "self", figure="tpot"),
-    "tuned-int4-token": partial(row_ratio, "tuned-SmolLM2", "self", "llama.cpp:int4", figure="tpot"),
+    # How many times as fast as the copy llama.cpp is in few bits, and per token: the copy's time over its own.
+    **{name: partial(row_ratio, run, f"llama.cpp:{few}", "self") for name, (run, few) in IN_FEW_BITS.items()},
+    **{
+        f"{name}-token": partial(row_ratio, run, "self", f"llama.cpp:{few}", figure="tpot")
+        for name, (run, few) in IN_FEW_BITS.items()
+    },
     "post-ratio": partial(row_ratio, "compare", "targetConfidence", "fixed"),
     **{f"greedy-{name}": partial(row_ratio, "greedy-SmolLM2", name, "target") for name in ("lookup", "self")},
     "round": partial(printed, PAIR, "A round"),
