@@ -275,7 +275,7 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
     points = {"plain decoding": {"tokens": 1.0, "bytes": 1.0, "gamma": 0}}
     points |= {row["way"]: cheapest(row) for row in record["rows"] if row["temperature"] == SHOWN}
     right, top = (1.25 * max(point[key] for point in points.values()) for key in ("bytes", "tokens"))
-    for cost in (1.0, 0.8, 0.6, 0.5, 0.4, 0.3):
+    for cost in (1.0, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
         end = min(right, top * cost)
         axes.plot([0, end], [0, end / cost], color="#dddddd", linewidth=1, zorder=0)
         axes.text(0.97 * end, 0.97 * end / cost, f"{cost:g}", color=GREY, fontsize=8, backgroundcolor="white", zorder=0)
