@@ -58,9 +58,9 @@ BATCH_NOTES = (
     "itself, for each row of the batch. its share of the best: of the fastest cell beside it, plain decoding included."
 )
 ENGINE_NOTES = (
-    "greedy: tokens that are not the target's argmax, in float32, beyond what rounding explains; a method with any is "
-    "not timed. sampled: what the tests of test.py --audit find in {texts} texts. Quantised weights are another model: "
-    "greedy counts all its tokens that are not the argmax."
+    "greedy: tokens that are not the target's argmax, in float32. Of unquantised weights only those that rounding does "
+    "not explain count, and a method with any is not timed. Quantised weights are another model: all count, and a few "
+    "logits are allowed. sampled: what the tests of test.py --audit find in {texts} texts."
 )
 STEP_NOTES = (
     "MB: bytes that a forward must read. of one: over the time of one token. % limit: the time to read as many bytes "

