@@ -38,7 +38,7 @@ PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-Sm
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
 OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "avx512")}  # runs on other processors
-CATEGORIES = "categories", "categories-SmolLM2", "categories-head"  # runs with prompts of several categories
+CATEGORIES = "categories", "categories-SmolLM2"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
 BESIDE = {  # {run of the bundled pair beside the course report: (how it decodes, {role in the report: row})}
     "compare": ("no KV cache, eager", NO_CACHE), "first": ("KV cache, eager", CACHED),
@@ -372,7 +372,6 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),
     **{name: partial(printed, name, "Speed-up over") for name in ("batch-copy", "batch-bundled")},
     **{name: partial(printed, name, "Speed by category") for name in CATEGORIES},
-    "overall-head": partial(overall, "categories-head"),
     "overall-copy": partial(overall, "categories-SmolLM2"),
     "diversity": partial(printed, "diversity", "Diversity", notes=True),
     "lossless-verdict": lossless_verdict,

@@ -133,7 +133,7 @@ def test_a_record_that_cannot_be_kept_is_refused(copy, keep, monkeypatch, tmp_pa
         "rounds": "is no record",
         "chat": "is not there; the record is of `",
     }
-    wrong |= dict.fromkeys(("../other", "index", "categories-head"), "no record with the name")
+    wrong |= dict.fromkeys(("../other", "index", "nothing"), "no record with the name")
     for name, reason in wrong.items():
         assert keep(name) == 2
         one_line(capsys, reason, script="keepRecord")
