@@ -37,7 +37,7 @@ def specSampling(
     The other arguments, both results and the errors are those of `regrSampling`. Rows of a batch are ragged: in each
     round a row grows by the guesses it accepted and one more token.
     """
-    length = Fixed(gamma) if isinstance(gamma, int) else gamma
+    length = gamma if isinstance(gamma, LengthRule) else Fixed(gamma)
     rows = Rows(prefixes, max_len, [target, *drafter.models], end_of_text, callback, generator=generator, batch=batch)
     drafter.begin(rows)
     length.begin(rows)

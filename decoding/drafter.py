@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
 import torch
@@ -159,8 +160,8 @@ class LengthRule(ABC):
 
 def check_gamma(length: int) -> int:
     """gamma, if a rule can have it. Raises UserError otherwise."""
-    if length < 1:
-        raise UserError(f"gamma must be 1 or more, not {length}")
+    if not isinstance(length, Integral) or length < 1:
+        raise UserError(f"gamma must be a whole number of at least 1, not {length!r}")
     return length
 
 

@@ -242,7 +242,7 @@ class CostAware(LengthRule):
     WHOLE = 0.8  # Rounds with a smaller share of the guesses do not update the cost of the shape.
 
     def __init__(self, length: int | Sequence[Tree] = 10) -> None:
-        if isinstance(length, int):
+        if not isinstance(length, Sequence):
             length = [Tree.chain(choice) for choice in (*self.LENGTHS, check_gamma(length)) if choice <= length]
         self.shapes: list[Tree] = list(dict.fromkeys(length))
         self.extent = max(tree.depth for tree in length), 1 + max(max(tree.ranks, default=0) for tree in length)

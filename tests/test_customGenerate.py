@@ -495,7 +495,7 @@ ADAPTED.peft_config = {"default": None}
 @pytest.mark.parametrize(
     "how, words",
     [
-        ({"gamma": 0}, "gamma must be 1 or more"),
+        ({"gamma": 0}, "gamma must be a whole number of at least 1"),
         ({"gamma": 2.5}, "gamma must be a whole number or a rule"),
         ({"verify": "blocks"}, f"verify must be one of {', '.join(RULES)}, not 'blocks'"),
         ({"draft": "gpt2"}, "a transformers model or a head's folder, not 'gpt2'"),

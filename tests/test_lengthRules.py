@@ -206,8 +206,9 @@ def test_a_length_that_is_far_too_long_is_never_tried():
 
 def test_what_makes_no_sense_is_refused():
     for rule in Fixed, Additive, DraftConfidence, TargetConfidence, CostAware:
-        with refused("gamma must be 1 or more"):
-            rule(0)
+        for length in 0, 4.0:
+            with refused("gamma must be a whole number of at least 1"):
+                rule(length)
     for rule in DraftConfidence, TargetConfidence:
         for threshold in -0.1, 1.1, float("nan"):
             with refused("threshold", "[0, 1]"):
