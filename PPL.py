@@ -89,12 +89,14 @@ def check_text(tokens: Tensor, what: str, length: int, target: Model, draft: Mod
     check_vocabularies(*models)
     if len(tokens) < 2:
         raise UserError("a text of fewer than two tokens has no perplexity")
-    context, most = min(model.context for model in models), int(tokens.max())
+    if tokens.is_floating_point():
+        raise UserError("a text is a list of token ids, not of fractions")
+    context, outside = min(model.context for model in models), tokens[(tokens < 0) | (tokens >= target.vocabulary)]
     if length > context:
         raise UserError(f"the {what} of {length} tokens exceeds the models' context of {context}")
-    if most >= target.vocabulary:
+    if len(outside):
         known = f"outside the models' vocabulary of {target.vocabulary}"
-        raise UserError(f"the text contains token {most}, {known}; remove it")
+        raise UserError(f"the text contains token {outside.max()}, {known}; remove it")
 
 
 def exp(nats: float) -> float:

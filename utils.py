@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-4 <= self.temperature < math.inf):
             raise UserError(f"temperature must be 0 (greedy) or at least 0.0001, not {self.temperature}")
-        if self.top_k < 0:
-            raise UserError(f"top_k must be 0 (off) or more, not {self.top_k}")
+        if not isinstance(self.top_k, Integral) or self.top_k < 0:
+            raise UserError(f"top_k must be 0 (off) or a whole number, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must lie in (0, 1], not {self.top_p}")
         if not 0.01 <= self.repetition_penalty <= 100:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -25,7 +27,7 @@ HOLDING = threading.Lock()  # of `Model.holds`
 # callback(text, tokens, guessed): a text has grown by `tokens`; the first `guessed` of them are accepted guesses.
 Callback = Callable[[int, list[int], int], None]
 # The id that ends a text, several ids, or ends(text, token): whether it ends at its new token. Called once for each.
-EndOfText = int | Collection[int] | Callable[[int, int], bool] | None
+EndOfText = int | Iterable[int] | Callable[[int, int], bool] | None
 # For all texts, or one for each: then a text does not depend on which others are decoded with it.
 Generators: TypeAlias = Generator | Sequence[Generator] | None
 
@@ -40,8 +42,8 @@ def check_vocabularies(*models: Any) -> None:
 def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence[Any]) -> None:
     """Raise UserError unless `models` can read every prefix (token ids) and `max_len` tokens more. Of a model only
     `name`, `vocabulary` and `context` are read, which `inputs.texts.ModelLimits` has too."""
-    if max_len < 1:
-        raise UserError(f"maxLen must be 1 or more, not {max_len}")
+    if not isinstance(max_len, Integral) or max_len < 1:
+        raise UserError(f"maxLen must be a whole number of at least 1, not {max_len}")
     if not prefixes or not all(prefixes):
         raise UserError("the prompt is empty: give at least one token")
     vocabulary = min(model.vocabulary for model in models)
@@ -53,6 +55,25 @@ def check_room(prefixes: Sequence[Sequence[int]], max_len: int, models: Sequence
             f"the prompt's {longest} tokens and maxLen {max_len} exceed the context of {least.name} "
             f"({least.context} tokens): shorten the prompt or lower maxLen"
         )
+
+
+def ids_of(ends: Any) -> set[int]:
+    """The ids that end a text, of one, several or None. Raises TypeError for what is no id."""
+    if isinstance(ends, Iterable) and getattr(ends, "ndim", None) != 0:  # An array may be a single number.
+        return set(map(index, ends))
+    return set() if ends is None else {index(ends)}
+
+
+def check_caches(target: Model, *drafts: Model) -> None:
+    """Raise UserError for a draft that finds the committed tokens in the KV cache or features of a model which does not
+    read them in this call."""
+    sources = [(draft, draft.cache_of or draft.features_of) for draft in drafts]
+    alone = [draft for draft, source in sources if source is None]
+    read = {id(getattr(keeper, "store", keeper)) for model in (target, *alone) for keeper in model.keepers}
+    for draft, source in sources:
+        if source is not None and id(getattr(source, "store", source)) not in read:
+            unread = f"{draft.name} reads the keys or features of {source.name}, which has read nothing in this call"
+            raise UserError(f"{unread}: create it from a model of this call, or prepare it as that one was")
 
 
 def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
@@ -174,13 +195,17 @@ class Rows:
         batch: int | None = None,
     ) -> None:
         self.start = time.perf_counter()
-        self.prompts = [list(map(int, prefix)) for prefix in prefixes]
+        try:  # `int` would cut fractions off, and read text.
+            self.prompts = [list(map(index, prefix)) for prefix in prefixes]
+            ids = set[int]() if callable(end_of_text) else ids_of(end_of_text)
+        except TypeError as error:
+            raise UserError(f"prompts are lists of token ids, and end_of_text is an id or several ({error})") from None
         check_room(self.prompts, max_len, models)
         check_vocabularies(*models)
+        check_caches(*models)
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback, self.in_callbacks = max_len, callback, 0.0
-        ids = end_of_text if isinstance(end_of_text, Collection) else [end_of_text]
         self.ends = end_of_text if callable(end_of_text) else lambda text, token: token in ids
         self.models, self.target, self.device = models, models[0], models[0].device
         self.capacity, self.spare = max(map(len, self.prompts)) + max_len, spare

@@ -178,11 +178,6 @@ class CachedModel(Model):
     def forward(
         self, tokens: Tensor, positions: Tensor, places: Places | None = None, keep: Tensor | None = None
     ) -> Tensor:
-        if self.cache is None and self.cache_of is not None:
-            shared = f"{self.name} shares the KV cache of {self.cache_of.name}, which has read nothing"
-            raise UserError(
-                f"{shared}; if that one was compiled, make this one from the compiled one, or compile it too"
-            )
         assert self.cache is not None, "call `reserve` first"
         if places is not None and not self.reads_trees:
             raise UserError(f"{self.name} cannot verify trees of guesses; use a method without a tree")

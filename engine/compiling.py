@@ -9,6 +9,7 @@ from engine.cachedModel import CachedModel
 from engine.cpuModel import CpuModel
 from engine.cudaModel import CudaModel
 from engine.decoderLayers import PackedLayer
+from utils import UserError
 
 
 def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedModel:
@@ -16,8 +17,12 @@ def compiled(model: CachedModel, target: CachedModel | None = None) -> CachedMod
     shares the weights: on a CPU, its layers are packed for good (engine/decoderLayers.py). If that is not possible, one
     line prints the reason, and the model stays eager.
 
-    target: for a model that shares the KV cache of another one, or reads its features, that one, compiled.
+    target: for a model that shares the KV cache of another one, or reads its features, that one, compiled. Raises
+        UserError for a model that does neither.
     """
+    shared = model.cache_of or model.features_of
+    if target is not None and (shared is None or shared.model.config.to_dict() != target.model.config.to_dict()):
+        raise UserError(f"{model.name} shares nothing with {target.name}: call compiled(model) without a target")
     if is_compiled(model) or model.stays_eager or (target is not None and not is_compiled(target)):
         return model
     cache_of, features = (None, target or model.features_of) if model.reads_features else (target, model.tap)

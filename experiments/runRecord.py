@@ -33,7 +33,7 @@ import transformers
 
 from engine.cachedModel import CachedModel
 from engine.compiling import is_compiled
-from experiments.flags import parser
+from experiments.flags import FLAGS, parser
 from experiments.intervals import too_fast
 from experiments.loading import Inputs, LoadedModels
 from experiments.processes import Processes
@@ -250,7 +250,7 @@ def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     Raises UserError if the run cannot be repeated and compared."""
     about: Fields = {"machine": {}, "folder": ""} | run
     shapes = {"flags": dict, "models": dict, "machine": dict, "folder": str}
-    is_known = all(isinstance(about.get(name), shape) for name, shape in shapes.items())
+    is_known = bool(about.get("flags")) and all(isinstance(about.get(name), shape) for name, shape in shapes.items())
     if not is_known or not all(isinstance(model, dict) and "version" in model for model in about["models"].values()):
         raise UserError(f"--rerun: run {run['run']} was written by another version: its record lacks the flags")
     if not comparable(lines):
@@ -260,7 +260,7 @@ def flags_of_run(run: RunLine, lines: Sequence[Line], out: str) -> list[str]:
     actions = {action.dest: action for action in parser()._actions}
     words: list[str] = []
     for name, value in (flags | {"out": out}).items():
-        if name not in actions:
+        if name not in FLAGS:
             raise UserError(f"run {run['run']} was written by another version: there is no flag --{name} any more")
         if isinstance(value, list) and actions[name].nargs:
             words += [f"--{name}", *map(str, value)]
@@ -298,7 +298,7 @@ def compare(earlier: RunLine, lines: list[Line], run: RunLine, new: list[Line]) 
         if differing:
             before, now = old[differing[0]], fresh[differing[0]]
             reason = ""
-            if "input" in before and before["input"] != now["input"]:
+            if "input" in before and before["input"] != now.get("input"):
                 reason = " (the text that is read has changed)"
             elif before.get("dtype") != now["dtype"]:
                 reason = f" (in {before.get('dtype')} then, in {now['dtype']} now)"

@@ -83,7 +83,7 @@ def text(value: str) -> str:
 
 def path(value: str) -> Path:
     """The type of a flag that takes a path."""
-    return Path(text(value))
+    return Path(text(value)).expanduser()  # A shell leaves the ~ of --out=~/FOLDER.
 
 
 # Flags that are fields of a dataclass. The docstring below the field is the flag's help.

@@ -160,7 +160,7 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
     parts, digest = parts_of(file), hashes_of(file)
     alone = folder.with_name("alone")  # transformers would also read the configuration files beside a GGUF file.
     alone.mkdir()
-    with library_errors(f"{file} is not a complete GGUF file", "download it again"):
+    with library_errors(f"{file} is not a complete GGUF file of known weights", "download it again, or another"):
         if len(parts) == 1:
             (alone / NAME).symlink_to(file.resolve())
         else:
@@ -168,7 +168,7 @@ def write_model(file: Path, folder: Path, origin: str) -> str:
             join(parts, alone / NAME)
         reader = GGUFReader(alone / NAME)
         about = {key: field.contents() for key, field in reader.fields.items()}
-        architecture = about["general.architecture"]
+        architecture = str(about["general.architecture"])
     if architecture not in ARCHITECTURES:
         known = "; ".join(f"{key} ({models})" for key, models in ARCHITECTURES.items())
         raise UserError(f"{file} has the architecture {architecture!r}, which is not supported; supported are {known}")

@@ -89,7 +89,11 @@ class Manifest:
         try:
             content = json.loads((folder / MANIFEST).read_text())
             manifest = cls(**content | {"files": [HubFile(**file) for file in content["files"]]})
-            return manifest if all(stays_inside(file.path) for file in manifest.files) else None
+            names = [manifest.repo, manifest.commit, manifest.revision, *manifest.rows]
+            names += [file.digest for file in manifest.files]
+            numbers = [*manifest.rows.values(), *(file.size for file in manifest.files)]
+            is_whole = all(isinstance(x, str) for x in names) and all(isinstance(x, int) for x in numbers)
+            return manifest if is_whole and all(stays_inside(file.path) for file in manifest.files) else None
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return None
 

@@ -126,8 +126,11 @@ def weight_bytes(folder: Path, dtype: torch.dtype) -> int:
         errors = library_errors(f"{file} cannot be read as safetensors", "download it again")
         with errors, safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 - the file is no dict
-                if not re.search(BUFFERS, key):
-                    count += math.prod(tensors.get_slice(key).get_shape())
+                weight, buffer = tensors.get_slice(key), re.search(BUFFERS, key)
+                if not buffer and "F" not in weight.get_dtype():  # transformers would load the codes of such weights.
+                    what = f"{key} in {weight.get_dtype()}; only weights in floating point are loaded"
+                    raise UserError(f"{file} has {what}")
+                count += 0 if buffer else math.prod(weight.get_shape())
     return count * dtype.itemsize
 
 

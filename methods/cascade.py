@@ -48,15 +48,15 @@ class CascadeDrafter(DrafterWithModel):
 
     Its tokens are distributed exactly as `model`'s own, and `model`'s distributions are the q of its guesses. So a
     cascade is a recursion, not another algorithm (staged speculative decoding; Spector and Re, arXiv 2308.04623).
-    length: the draft-length rule of the inner sampler.
+    length: gamma of the inner sampler, or its draft-length rule.
     """
 
     def __init__(
-        self, model: Model, drafter: Drafter, length: LengthRule | None = None, verify: VerificationRule = token_rule
+        self, model: Model, drafter: Drafter, length: int | LengthRule = 4, verify: VerificationRule = token_rule
     ) -> None:
         super().__init__(model)
         self.drafter, self.verify = drafter, verify
-        self.length = length or Fixed(4)
+        self.length = length if isinstance(length, LengthRule) else Fixed(length)
         self.models = [model, *drafter.models]
 
     def begin(self, rows: Rows) -> None:

@@ -235,12 +235,16 @@ def from_position_0(model: CachedModel) -> CachedModel:
 
 def unpadded(input_ids: Tensor, inputs: dict[str, Any]) -> tuple[list[list[int]], Tensor]:
     """The prompts of `input_ids[B, L]` without their padding, and how many tokens of padding each has, int64 `[B]`."""
+    if input_ids.is_floating_point():
+        refuse(f"input_ids in {input_ids.dtype}")
     mask = inputs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else (mask != 0).long().to(input_ids.device)
     if mask.shape != input_ids.shape or (mask.diff() < 0).any():
         refuse("an attention_mask of another shape, or with zeros after ones: pad on the left")
     positions = inputs.get("position_ids")
-    if positions is not None and ((positions.to(mask.device) - mask.cumsum(1) + 1) * mask).any():
+    if positions is not None and (
+        positions.shape[1:] != mask.shape[1:] or ((positions.to(mask.device) - mask.cumsum(1) + 1) * mask).any()
+    ):
         refuse("position_ids of your own")
     return [row[held].tolist() for row, held in zip(input_ids, mask.bool())], (mask == 0).sum(1)
 
@@ -278,7 +282,9 @@ class Stop:
     def __init__(self, input_ids: Tensor, criteria: StoppingCriteriaList, config: GenerationConfig) -> None:
         self.input_ids, self.texts = input_ids, input_ids.tolist()
         self.max_length = min((each.max_length for each in criteria if type(each) is MaxLengthCriteria), default=0)
-        self.ids = {id for each in criteria if type(each) is EosTokenCriteria for id in each.eos_token_id.tolist()}
+        self.ids = {
+            id for each in criteria if type(each) is EosTokenCriteria for id in each.eos_token_id.flatten().tolist()
+        }
         self.others = [each for each in criteria if type(each) not in (MaxLengthCriteria, EosTokenCriteria)]
         self.pad = config._pad_token_tensor
         if self.others and self.pad is None and len(input_ids) > 1:

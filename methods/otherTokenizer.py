@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Sequence
 from os.path import commonprefix
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,12 +193,19 @@ class OtherTokenizerDrafter(Drafter):
     of the text is encoded anew, because its last tokens may have merged with what came after. The KV cache keeps what
     is still the same. A row that outgrows the draft's room gets no more guesses.
 
-    temperature, top_p: as in `ModelDrafter`.
+    temperature, top_p: as in `ModelDrafter`. Raises UserError for a model that may guess other tokens.
     """
 
     def __init__(
         self, model: Model, translation: Translation, temperature: float | None = None, top_p: float | None = None
     ) -> None:
+        inner: Any = model
+        while isinstance(inner, Model):  # One without a KV cache holds another one.
+            inner = getattr(inner, "model", None)
+        tokens = getattr(inner and inner.get_output_embeddings(), "tokens", None)
+        if tokens is None or set(tokens.tolist()) != set(translation.draft.tolist()):
+            remedy = "give RestrictedModel(draft, translation.draft)"
+            raise UserError(f"{model.name} may guess tokens that the target lacks: {remedy}")
         self.model, self.translation, self.temperature, self.top_p = model, translation, temperature, top_p
         self.targets, self.drafts = translation.target.to(model.device), translation.draft.to(model.device)
         self.to_target = torch.zeros(model.vocabulary, dtype=torch.long, device=model.device)

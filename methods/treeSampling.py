@@ -62,7 +62,7 @@ def treeSampling(
     another: each adds tokens of the target's distribution, given the committed ones, and afterwards both caches hold
     the committed tokens at their positions.
     """
-    rule = Fixed(tree) if isinstance(tree, Tree) else tree
+    rule = tree if isinstance(tree, LengthRule) else Fixed(tree)
     if verify not in ON_CHAINS and (rule.shapes is None or any(shape.size > MOST for shape in rule.shapes)):
         raise UserError(f"this rule verifies chains as trees: give the shapes, each of at most {MOST} guesses")
     spare = max((shape.size for shape in rule.shapes or ()), default=0)

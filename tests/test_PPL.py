@@ -197,6 +197,8 @@ def test_what_has_no_perplexity_is_refused(pair):
         "window of 129 tokens exceeds": lambda: corpus_ppl(2, pair[0], window=129, stride=64),
         "text of 129 tokens exceeds": lambda: PPL.calculate_ppl_spec(tokens_of(129), *pair),
         "token 61, outside": lambda: PPL.calculate_ppl_spec([5, 61], *pair),
+        "token -1, outside": lambda: PPL.calculate_ppl_spec([5, -1], *pair),
+        "not of fractions": lambda: PPL.calculate_ppl_spec([5.0, 1.0], *pair),
         "token 99, outside": lambda: PPL.calculate_ppl_corpus(
             "a", lambda *_, **__: {"input_ids": [5, 99]}, *pair, 64, 32
         ),

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from conftest import few_mistakes, lines_of, of_kind, one_line, prompted, refused
@@ -182,7 +183,11 @@ def test_what_cannot_work_is_refused_before_work():
         "prompt is": lambda: regrSampling([], target),
         "gamma": lambda: specSampling([[1]], target, drafter, 10, 0),
         "maxLen": lambda: regrSampling([[1]], target, 0),
+        "maxLen must be a whole": lambda: regrSampling([[1]], target, 9.0),
         "vocabulary": lambda: regrSampling([[61]], target, 10),
+        "token ids, and": lambda: regrSampling([[1.9, 2]], target, 10),
+        "token ids, and end": lambda: regrSampling(["12"], target, 10),
+        "is an id or several": lambda: regrSampling([[1]], target, 10, end_of_text=[[1]]),
         "exceed the context": lambda: regrSampling([[1] * 100], target, 29),
     }.items():
         with refused(match):
@@ -195,6 +200,9 @@ def test_what_cannot_work_is_refused_before_work():
     with refused("gpt_neox-1"):
         specSampling([[1] * 30], target, short, 40)
     assert (target.forwards, draft.forwards) == before
+    token = regrSampling([[1]], target, 10, GREEDY)[0][0][0]
+    for end in iter([token]), torch.tensor(token), np.int64(token), {token}:
+        assert regrSampling([[1]], target, 10, GREEDY, end_of_text=end)[0] == [[token]]
 
 
 # Figures.

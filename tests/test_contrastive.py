@@ -1,5 +1,7 @@
 """Contrastive decoding against its definition, its speculative form against it, and mistakes planted in both."""
 
+import math
+
 import pytest
 import torch
 from conftest import refused
@@ -9,6 +11,7 @@ from test_specSampling import PROMPTS, near
 from decoding.verification import block_rule, token_rule
 from methods.contrastive import Contrast
 from methods.drafters import ModelDrafter
+from methods.selfDraft import SelfDrafter
 from methods.treeSampling import TreeDrafter, treeSampling
 from regrSampling import regrSampling
 from specSampling import specSampling
@@ -40,6 +43,14 @@ def test_the_token_with_the_largest_difference_of_logarithms_wins(pair, plausibi
 def test_trees_of_guesses_are_refused(pair):
     with refused("does not read trees of guesses"):
         treeSampling(PROMPTS, Contrast(*pair), TreeDrafter(pair[1]), 25)
+
+
+def test_what_cannot_be_a_contrast_is_refused(pair):
+    for wrong in (2.0, 1.0), (math.nan, 1.0), (0.1, 0.0), (0.1, -1.0):
+        with refused("plausibility" if wrong[1] == 1 else "temperature"):
+            Contrast(*pair, *wrong)
+    with refused("shares the KV cache of"):
+        Contrast(pair[0], SelfDrafter(pair[0], 4).model)
 
 
 def test_the_speculative_form_writes_the_same_text(pair):

@@ -468,6 +468,8 @@ LEFT_PADDED = torch.tensor([[0, 1, 1, 1]])
         ),
         ({"logits_processor": [TemperatureLogitsWarper(1e-6)], "do_sample": True}, "temperature must be 0"),
         ({"position_ids": torch.arange(4)[None] + 3}, "position_ids of your own"),
+        ({"attention_mask": torch.ones(1, 9)}, "position_ids of your own"),
+        ({"input_ids": torch.tensor([[5.5, 9.0]])}, "input_ids in torch.float32"),
         ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "pad on the left"),
         ({"synced_gpus": True}, "synced_gpus"),
         ({"assistant_model": tiny()}, "the generation mode assisted_generation"),

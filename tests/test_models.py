@@ -73,9 +73,9 @@ def without_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def with_a_weight(folder, name):
+def with_a_weight(folder, name, dtype=torch.float32):
     weights = load_file(folder / "model.safetensors")
-    weights[name] = torch.ones(2)
+    weights[name] = torch.ones(2, dtype=dtype)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -97,6 +97,10 @@ REFUSED = [
     (partial(configure, hidden_size=64), [*MISMATCH, ".weight"]),
     (partial(configure, vocab_size=PADDED + 1), [*MISMATCH, ".weight"]),
     *((partial(with_a_weight, name=f"gpt_neox.layers.0.{end}"), [*MISMATCH, end]) for end in ("mlp.b", "x.bias")),
+    (
+        partial(with_a_weight, name="gpt_neox.embed_in.weight", dtype=torch.int8),
+        ["embed_in.weight in I8; only weights"],
+    ),
     (without_a_weight, ["gpt_neox.layers.1.mlp.dense_h_to_4h.weight", "download"]),
     *((partial(replaced, files={WEIGHTS: None, INDEX: text}), ["/model", "download it again"]) for text in INDICES),
     *(  # Refused before their weights are read. More kinds are in test_gate.py.

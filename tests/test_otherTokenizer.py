@@ -220,7 +220,11 @@ def error(wrong_q=None, cascade=False, own=(), restricted=True, **options):
     def drafter(target, mid, draft):
         translation = Translation(few(["<e>", "a", "b", "ab"], ("a", "b")), few(["b", "ba", "a", "<end>"], ("b", "a")))
         assert dict(zip(translation.target.tolist(), translation.draft.tolist())) == {0: 3, 1: 2, 2: 0}
-        guesses = Guessing(RestrictedModel(draft, translation.draft) if restricted else draft, translation, *own)
+        guesses = Guessing(RestrictedModel(draft, translation.draft), translation, *own)
+        if not restricted:  # As if it had not been refused.
+            with refused("may guess tokens that the target lacks"):
+                Guessing(draft, translation, *own)
+            guesses.model.model.set_output_embeddings(draft.model.get_output_embeddings())
         return CascadeDrafter(mid, guesses, Fixed(1)) if cascade else guesses
 
     return speculative_error(drafter, vocabulary=4, prefixes=[[1, 2, 3, 1]], **options)
@@ -259,9 +263,10 @@ def test_a_row_without_a_guess_has_a_q_of_0_beside_those_with_one(kinds):
 @pytest.mark.parametrize("sampling", [GREEDY, FREE, Sampling()], ids=["greedy", "free", "top-p"])
 def test_a_draft_whose_logits_are_not_finite_is_told(kinds, sampling):
     """Also if neither the draft's last token nor the target's first one is common to both."""
-    prompts, target, draft, translation = models_of(kinds, texts=TEXTS[:1])
+    prompts, target, _, translation = models_of(kinds, texts=TEXTS[:1])
     kept = (translation.draft < len(kinds["gpt2"]) - 1) & (translation.target > 0)
     translation.target, translation.draft = translation.target[kept], translation.draft[kept]
+    draft = RestrictedModel(helpers.tiny("gpt2", 1, len(kinds["gpt2"]), 1, context=256), translation.draft)
     with torch.no_grad():
         draft.model.get_output_embeddings().weight[:] = torch.inf
     draft.name = "the broken one"

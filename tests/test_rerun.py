@@ -133,6 +133,8 @@ def test_a_changed_prompt_is_the_reason_and_paths_begin_where_the_run_was(run, f
         (lambda lines: lines[0].update(machine="x"), "1", "another version"),
         (lambda lines: lines[0]["models"].update(target=5), "1", "another version"),
         (lambda lines: lines[0]["flags"].update(colour=3), "1", "there is no flag --colour any more"),
+        (lambda lines: lines[0]["flags"].update(help=True), "1", "there is no flag --help any more"),
+        (lambda lines: lines[0]["flags"].clear(), "1", "its record lacks the flags"),
         (lambda lines: lines[0]["flags"].update(gamma=0), "1", "--gamma: must be a whole number"),
         (lambda lines: lines[0]["flags"].update(target="nowhere"), "1", "there is no model 'nowhere'"),
     ],

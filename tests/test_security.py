@@ -68,8 +68,11 @@ def test_no_file_of_a_hub_and_no_record_of_a_download_leads_elsewhere(hub, outsi
     assert downloadModel.main(["some/thing"]) == 2 and "move it away" in capsys.readouterr().err
 
 
+WRONG = '{"repo": "a/b", "commit": "c", "files": [{"path": "x", "size": 1, "digest": 5}]}'
+
+
 @pytest.mark.parametrize(
-    "content", ["[1]", '{"files": [1]}', '{"files": [{"path": 1, "size": 1, "digest": "x"}]}', "[" * 10**5]
+    "content", ["[1]", '{"files": [1]}', '{"files": [{"path": 1, "size": 1, "digest": "x"}]}', "[" * 10**5, WRONG]
 )
 def test_a_record_that_is_none_is_none(tmp_path, content):
     (tmp_path / "download.json").write_text(content)

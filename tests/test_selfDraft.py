@@ -293,10 +293,14 @@ def test_what_cannot_be_rounded_is_refused_in_one_line():
             copies_of(target)
     with refused("4, 5, 6, 8 bits, not 7"):
         SelfDrafter(helpers.tiny(), 7)
-    target = helpers.tiny()
-    drafter = SelfDrafter(target)
-    with refused("gpt_neox-0 in 6 bits shares the KV cache of gpt_neox-0, which has read nothing", "was compiled"):
-        specSampling(PROMPTS, compiled(target), drafter, 9)
+    drafter = SelfDrafter(target := helpers.tiny())
+    regrSampling(PROMPTS, target, 2)  # Its KV cache has the keys of another call.
+    for other in helpers.tiny(), compiled(target):
+        with refused("gpt_neox-0 in 6 bits reads the keys or features of gpt_neox-0, which has read nothing in this"):
+            specSampling(PROMPTS, other, drafter, 9)
+    draft = helpers.tiny(seed=1)
+    with refused("shares nothing with gpt_neox-0: call compiled(model) without a target"):
+        compiled(draft, compiled(helpers.tiny()))
 
 
 # The choice of bits.

@@ -129,7 +129,7 @@ def test_seen_after_a_block_grows_token_by_token():
 def test_impossible_sampling_is_refused():
     for name, values in {
         "temperature": (-1, math.nan, 1e-38),
-        "top_k": (-1,),
+        "top_k": (-1, 2.5, math.nan),
         "top_p": (0, 1.1, math.nan),
         "repetition_penalty": (0, 1e-300),
     }.items():
