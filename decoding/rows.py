@@ -202,7 +202,6 @@ class Rows:
             raise UserError(f"prompts are lists of token ids, and end_of_text is an id or several ({error})") from None
         check_room(self.prompts, max_len, models)
         check_vocabularies(*models)
-        check_caches(*models)
         if batch is not None and batch < 1:
             raise UserError(f"a batch has 1 row or more, not {batch}")
         self.max_len, self.callback, self.in_callbacks = max_len, callback, 0.0
@@ -230,10 +229,13 @@ class Rows:
         has not ended.
 
         When no prompt waits, rows that have ended are taken out of the batch. Raises UserError if another call has used
-        a model's KV cache since the last round, or if another thread's call uses it as this one begins.
+        a model's KV cache since the last round, if another thread's call uses it as this one begins, or if a draft
+        needs what no model of this call reads.
         """
         goes_on = self.waiting < len(self.prompts) or not all(self.ended)
         remedy = "give each call models of its own, which may share their weights"
+        if not self.began:
+            check_caches(*self.models)
         with HOLDING:
             for keeper in [keeper for model in self.models for keeper in model.keepers] if goes_on else ():
                 if self.began and keeper.holds is not self.hold:
