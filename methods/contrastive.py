@@ -26,7 +26,8 @@ class Contrast(Model):
     def __init__(self, expert: Model, amateur: Model, plausibility: float = 0.1, temperature: float = 1.0) -> None:
         if not 0 <= plausibility <= 1:
             raise UserError(f"plausibility must lie in [0, 1], not {plausibility}")
-        Sampling(temperature or math.nan)  # It raises UserError for one that cannot be.
+        if not 1e-4 <= temperature < math.inf:
+            raise UserError(f"the amateur's temperature must be at least 0.0001, not {temperature}")
         if expert is not amateur and set(expert.keepers) & set(amateur.keepers):
             raise UserError(f"{amateur.name} shares the KV cache of {expert.name}: give an amateur with its own")
         self.expert, self.amateur = expert, amateur

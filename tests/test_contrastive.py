@@ -47,7 +47,7 @@ def test_trees_of_guesses_are_refused(pair):
 
 def test_what_cannot_be_a_contrast_is_refused(pair):
     for wrong in (2.0, 1.0), (math.nan, 1.0), (0.1, 0.0), (0.1, -1.0):
-        with refused("plausibility" if wrong[1] == 1 else "temperature"):
+        with refused("plausibility" if wrong[1] == 1 else f"temperature must be at least 0.0001, not {wrong[1]}"):
             Contrast(*pair, *wrong)
     with refused("shares the KV cache of"):
         Contrast(pair[0], SelfDrafter(pair[0], 4).model)
