@@ -58,14 +58,14 @@ class LibraryMethod(OtherMethod):
         name: str,
         models: Mapping[str, PreTrainedModel],
         vocabulary: int,
-        gamma: int,
+        gamma: int | None,
         batch: int = 1,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         self.kind, self.model = name.partition(":")[2], models["target"]
         super().__init__(name, str(self.model.dtype).removeprefix("torch."), gamma, batch)
         self.version = transformers.__version__
-        self.settings = {"gamma": gamma} if self.kind in ("lookup", "draft", "custom") else {}
+        self.settings = {"gamma": self.gamma} if self.kind in ("lookup", "draft", "custom") else {}
         self.assistant = models["draft"] if self.kind in ("draft", "assisted") else None
         outside = list(range(vocabulary, self.model.config.vocab_size))
         self.options: dict[str, Any] = {"suppress_tokens": outside} if outside and self.kind != "custom" else {}
@@ -76,7 +76,7 @@ class LibraryMethod(OtherMethod):
             config._compile_all_devices = True  # Without it, accelerators alone.
             self.options |= {"cache_implementation": "static", "compile_config": config}
         elif self.kind == "lookup":
-            self.options["prompt_lookup_num_tokens"] = gamma
+            self.options["prompt_lookup_num_tokens"] = self.gamma
         elif self.kind == "universal":
             self.assistant = copy.deepcopy(models["draft"])  # The library cuts its output layer.
             if other := copy.deepcopy(tokenizer):  # The target's own is refused: this one has a token more.
@@ -84,7 +84,7 @@ class LibraryMethod(OtherMethod):
                 self.assistant.resize_token_embeddings(vocabulary + 1, mean_resizing=False)
             self.options |= {"tokenizer": tokenizer, "assistant_tokenizer": other}
         elif self.kind == "custom":
-            plug_in = customGenerate.speculative(models["draft"], gamma, vocabulary=vocabulary)
+            plug_in = customGenerate.speculative(models["draft"], self.gamma, vocabulary=vocabulary)
             self.options["custom_generate"] = plug_in
 
     def write(
@@ -189,7 +189,8 @@ def check_greedy(
 
 def method_of(name: str, inputs: Inputs, batch: int = 1) -> OtherMethod:
     """A method of another program, which is not loaded yet. batch: the texts that it must be able to decode at once."""
-    gamma = inputs.settings.decoding.gamma_of("fixed", looks_up=name.endswith(":lookup"))
+    decoding = inputs.settings.decoding
+    gamma = decoding.gamma if name.endswith(":lookup") else decoding.gamma_of("fixed")
     if METHODS[name].engine != "generate":
         return Peer(name, inputs.dtype, gamma, batch)
     vocabulary = model_limits(inputs.folders["target"], inputs.tokenizer).vocabulary

@@ -34,6 +34,7 @@ WORKING = 2  # bytes for each weight while a model is converted: programs keep w
 ORIGIN = "origin.txt"  # in the folder of a converted model: a digest of all that it follows from but the weights
 COPY = "pure Q4_0"  # how the weights of a 4-bit copy are stored, also those of its output layer
 QUANTISED_ROUNDOFF = 2.0**-6
+MATCHED = 2  # tokens that prompt lookup must find again with --gamma: it then guesses often, which an audit needs
 
 
 class PeerError(Exception):
@@ -143,15 +144,16 @@ def check_free(what: str, needed: float, free: float, where: str) -> None:
 class OtherMethod(ABC):
     """The method `name` of another program. `failed` says why it is left out; None if it is timed.
 
-    precision: that it computes in, if its row does not say it. gamma: of its guesses, if the program takes a number.
-    batch: the texts that it must be able to decode at once.
+    precision: that it computes in, if its row does not say it. gamma: of its guesses, if the program takes a number;
+    None: as the row has it. batch: the texts that it must be able to decode at once. matched: of prompt lookup.
     version, settings: what is recorded of the program. memory: bytes that it takes beside this process.
     """
 
-    def __init__(self, name: str, precision: str, gamma: int, batch: int = 1) -> None:
+    def __init__(self, name: str, precision: str, gamma: int | None, batch: int = 1) -> None:
         program, _, kind = name.partition(":")
         self.program, self.row = PROGRAMS[program], PROGRAMS[program].rows[kind]
-        self.precision, self.gamma, self.batch = self.row.precision or precision, gamma, batch
+        self.precision, self.batch = self.row.precision or precision, batch
+        self.gamma, self.matched = (gamma, MATCHED) if gamma else (self.row.guesses, self.row.matched)
         self.memory = 0.0
         self.failed: str | None = None
         self.version: str | None = None
@@ -193,7 +195,7 @@ class OtherMethod(ABC):
 class Peer(OtherMethod):
     """A method of a program that runs in a process of its own. dtype: of the run."""
 
-    def __init__(self, name: str, dtype: str, gamma: int, batch: int = 1) -> None:
+    def __init__(self, name: str, dtype: str, gamma: int | None, batch: int = 1) -> None:
         super().__init__(name, "float32" if dtype == "float16" else dtype, gamma, batch)
         self.form = self.row.form or self.precision
         self.process: ProgramProcess | None = None
@@ -216,7 +218,7 @@ class Peer(OtherMethod):
             gamma=self.gamma,
             context=context,
             alpha=alpha if drafts else None,
-            lookup=drafts == "lookup",
+            matched=self.matched if drafts == "lookup" else 0,
             batch=self.batch,
         )
         self.process = ProgramProcess(self.program)

@@ -62,7 +62,7 @@ MEASURED = {  # {name: (flags of test.py, processes)}, what README.md shows firs
     "tuned-SmolLM2": (f"--compare self,{FAST} {OWN_COPY} {OF_128}", 5),
     **dict.fromkeys(
         ("avx2-SmolLM2", "avx512-SmolLM2"),
-        (f"--compare self,lookup,{FAST},openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
+        (f"--compare self,lookup,{FAST},llama.cpp:lookup,openvino:int8 --steps {OWN_COPY} {OF_128}", 5),
     ),
     "head-tree": (f"--draft head --compare fixed,block,tree,costAware {COMPILED} --sentences 40", 5),
     "categories-SmolLM2": (f"--compare lookup,block,self {OWN_COPY} {COMPILED} --prompts sample --maxLen 64", 5),

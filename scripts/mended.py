@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import AssistantToTargetTranslator
 
-from methods.programs.openvinoGenai import MATCHED, OpenVino
+from benchmark.peers import MATCHED
+from methods.programs.openvinoGenai import OpenVino
 from methods.programs.program import LoadRequest
 from methods.programs.vllmCpu import Vllm
 

@@ -22,7 +22,6 @@ import numpy as np
 from methods.programs.program import FOLDER, PIP, Answer, LoadRequest, Program, Row, TextRequest, Weights, run_command
 
 SURE = 0.5  # how probable a guess must be to the draft
-MATCHED = 2  # tokens that prompt lookup must find again
 KEY = secrets.token_hex()  # by which the server knows this process: another run's may have taken the port
 WAIT = 600  # seconds for the server to write a text
 CMAKE_OPTIONS = {
@@ -44,7 +43,7 @@ class LlamaCpp(Program):
         "plain": Row("float16", None, "float16"),
         "draft": Row("float16, the draft model guesses", "draft", "float16"),
         "copy": Row("float16, the target's 4-bit copy guesses", "target", "float16"),
-        "lookup": Row("float16, its n-grams guess", "lookup", "float16"),
+        "lookup": Row("float16, its n-grams guess", "lookup", "float16", matched=12, guesses=48),
         "bfloat16": Row("bfloat16", None, "bfloat16"),
         "int8": Row("weights in int8", None, "int8"),
         "int4": Row("weights in 4 bits, Q4_1, and the output layer in int8", None, "int4", "Q4_1"),
@@ -150,8 +149,8 @@ class LlamaCpp(Program):
                 # no further there. Random weights are never sure, and a coin accepts them.
                 "--spec-draft-p-min", "0" if request.alpha is not None else str(SURE),
             ]
-        if request.lookup:
-            command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(MATCHED)]
+        if request.matched:
+            command += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(request.matched)]
             command += ["--spec-ngram-simple-size-m", str(request.gamma)]
         if request.alpha is not None:  # Each rate is that of a guess and of all before it.
             command += ["--spec-synth-rates", ",".join(str(request.alpha**i) for i in range(1, request.gamma + 1))]

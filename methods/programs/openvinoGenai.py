@@ -13,7 +13,6 @@ import numpy as np
 from methods.programs.program import SITE, Answer, LoadRequest, Program, Row, TextRequest, Weights
 
 CACHE = 1  # GB of KV cache
-MATCHED = 2  # tokens that prompt lookup must find again, at most
 
 
 class OpenVino(Program):
@@ -23,7 +22,7 @@ class OpenVino(Program):
     rows = {
         "plain": Row("OpenVINO GenAI", form="bfloat16"),
         "draft": Row("the draft model guesses", "draft", form="bfloat16"),
-        "lookup": Row("its prompt lookup", "lookup", form="bfloat16"),
+        "lookup": Row("its prompt lookup", "lookup", form="bfloat16", matched=3),
         "int8": Row("weights in int8", precision="int8"),
     }
     requirements = "openvino-genai==2026.4.1.0", "openvino==2026.4.1", "openvino-tokenizers==2026.4.1.0"
@@ -41,13 +40,14 @@ class OpenVino(Program):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size, scheduler.enable_prefix_caching = CACHE, False
         options: dict[str, Any] = {"scheduler_config": scheduler}
-        self.gamma = request.gamma if request.draft or request.lookup else None
-        self.matched = MATCHED if request.lookup else 0  # With a draft model it would change how guesses are accepted.
+        self.gamma = request.gamma if request.draft or request.matched else None
+        self.matched = request.matched  # at most. With a draft model it would change how guesses are accepted.
         if request.draft:
             options["draft_model"] = openvino_genai.draft_model(request.draft, "CPU", **settings)
-        if request.lookup:
+        if request.matched:
             options["prompt_lookup"] = True
-        self.settings = settings | {"num_assistant_tokens": self.gamma, "enable_prefix_caching": False}
+        lengths = {"num_assistant_tokens": self.gamma, "max_ngram_size": self.matched}
+        self.settings = settings | lengths | {"enable_prefix_caching": False}
         self.pipeline = openvino_genai.LLMPipeline(request.target, "CPU", **settings, **options)
 
     @staticmethod

@@ -107,8 +107,8 @@ class GraphBuilder:
     def rotated(self, x: Node) -> Node:
         """Rotary embedding of the first `rotary` numbers of each head."""
         rotary, rest = self.weights.rotary, self.weights.head - self.weights.rotary
-        turning, *unrotated = ops.variadic_split(x, -1, [rotary, rest]).outputs() if rest else [x]
-        low, high = ops.variadic_split(turning, -1, [rotary // 2] * 2).outputs()
+        turning, *unrotated = ops.variadic_split(x, 3, [rotary, rest]).outputs() if rest else [x]
+        low, high = ops.variadic_split(turning, 3, [rotary // 2] * 2).outputs()
         swapped = ops.concat([ops.multiply(high, np.float32(-1)), low], -1)
         turned = ops.multiply(turning, self.cos) + swapped * self.sin
         return ops.concat([turned, *unrotated], -1) if rest else turned

@@ -45,20 +45,24 @@ class Row:
 
     title: a line of help. draft: the role of the model that guesses; "target" stands for the target's own copy in 4
     bits, "lookup" for prompt lookup; None: nothing guesses. precision: the type it computes in; "" is the run's dtype.
-    form: how the weights are stored, one of FORMS; "" is the precision.
+    form: how the weights are stored, one of FORMS; "" is the precision. matched, guesses: of prompt lookup without
+    --gamma, as the program has them by default, else as its documentation's example has: the tokens that must occur
+    again, and the guesses that follow.
     """
 
     title: str
     draft: str | None = None
     precision: str = ""
     form: str = ""
+    matched: int = 2
+    guesses: int = 5
 
 
 @dataclass(frozen=True)
 class LoadRequest:
     """The models to load: the folders of converted models. draft: None if no model drafts. context: the tokens of a
-    text, prompt included. alpha: of synthetic acceptance. lookup: whether prompt lookup drafts. batch: the texts that
-    it must be able to decode at once."""
+    text, prompt included. alpha: of synthetic acceptance. matched: the tokens that prompt lookup must find again; 0:
+    another drafts. batch: the texts that it must be able to decode at once."""
 
     target: str
     draft: str | None
@@ -67,7 +71,7 @@ class LoadRequest:
     gamma: int
     context: int
     alpha: float | None = None
-    lookup: bool = False
+    matched: int = 0
     batch: int = 1
 
 

