@@ -73,7 +73,7 @@ def check_caches(target: Model, *drafts: Model) -> None:
     for draft, source in sources:
         if source is not None and id(getattr(source, "store", source)) not in read:
             unread = f"{draft.name} reads the keys or features of {source.name}, which has read nothing in this call"
-            raise UserError(f"{unread}: create it from a model of this call, or prepare it as that one was")
+            raise UserError(f"{unread}: create it from a model of this call, or prepare both as docs/library.md shows")
 
 
 def uniform(*shape: int, device: torch.device, generator: Generator | None = None) -> Tensor:
