@@ -105,7 +105,7 @@ class GraphBuilder:
         return ops.transpose(ops.reshape(x, [0, 0, heads, width], True), [0, 2, 1, 3])
 
     def rotated(self, x: Node) -> Node:
-        """Rotary embedding of the first `rotary` numbers of each head."""
+        """Rotary embedding of the first `rotary` numbers of each head. OpenVINO fuses it if the axis is 3, not -1."""
         rotary, rest = self.weights.rotary, self.weights.head - self.weights.rotary
         turning, *unrotated = ops.variadic_split(x, 3, [rotary, rest]).outputs() if rest else [x]
         low, high = ops.variadic_split(turning, 3, [rotary // 2] * 2).outputs()
