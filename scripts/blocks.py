@@ -16,7 +16,7 @@ from typing import cast
 from decoding.lengthRules import MENU
 from experiments.flags import parser
 from experiments.intervals import speedup
-from experiments.schema import CostsLine, Run, SpeedLine, TextPerplexityLine, of_kind
+from experiments.schema import CostsLine, EngineLine, Run, SpeedLine, TextPerplexityLine, of_kind
 from experiments.theory import predict
 from inputs.commandLine import visible
 from inputs.files import ROOT
@@ -202,6 +202,11 @@ def row_ratio(name: str, method: str, baseline: str, records: Records, figure: s
     return str(span(speedup(of_kind(records[name][1], SpeedLine), method, baseline, figure)))
 
 
+def left_out(name: str, method: str, records: Records) -> str:
+    """Why a method of another program has no times in a record."""
+    return next(line["failed"] or "" for line in of_kind(records[name][1], EngineLine) if line["method"] == method)
+
+
 def overall(name: str, records: Records) -> str:
     """The table of speeds by category of prompt, with the rows over all prompts alone."""
     table = printed(name, "Speed by category", records).splitlines()
@@ -385,6 +390,8 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
         f"{of}best": partial(printed, run, "Speed:", columns=OF_PLAIN, rows=FASTEST, by="tokens/s")
         for of, run in OF_PROCESSORS.items()
     },
+    "avx512-lookup": partial(row_ratio, "avx512-SmolLM2", "llama.cpp:lookup", "llama.cpp:plain"),
+    "avx512-q4": partial(left_out, "avx512-SmolLM2", "llama.cpp:q4_0"),
     "avx2-greedy": partial(printed, "avx2-SmolLM2", "Other", columns=" | greedy", rows=".*(int|q4).*"),
     **{f"{of}self": partial(row_ratio, run, "self", "target") for of, run in OF_COPY.items()},
     "gpu-fixed": partial(row_ratio, "gpu", "fixed", "target"),
