@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmark.steps import bytes_of_weights
-from decoding.drafter import Fixed
+from decoding.drafter import Drafter, Fixed
 from decoding.lengthRules import MENU
 from engine.cachedModel import CachedModel
 from engine.kvCache import cache_bytes
@@ -36,11 +37,13 @@ from experiments.settings import parse
 from experiments.theory import by_position, chances, overlap, rounds_along, uncut
 from inputs.commandLine import as_script, script_parser
 from inputs.files import ROOT, replace_file
-from inputs.models import model_version, read_json
+from inputs.models import find_model, model_version, read_json
 from methods.catalogue import build
 from report.figures import DARK, GREY, RED, Figure, plt
 from report.tables import Table, markdown, span
 from scripts.keepRecord import Records, has_bundled_weights, source
+from scripts.medusa import MedusaDrafter
+from scripts.training import GAMMA as HEADS
 from utils import Sampling, UserError
 
 CHAIN, TREE, CASCADE = "--compare fixed", "--compare topDown", "--compare cascade"
@@ -57,6 +60,9 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
         "draft, tree": f"--draft bundled-draft {TREE}",
         "head": f"--draft head --head bundled-head {CHAIN}",
         "head, tree": f"--draft head --head bundled-head {TREE}",
+        "head, EAGLE-3's recipe": f"--draft head --head eagle-3-head {CHAIN}",
+        "head, EAGLE-1's recipe": f"--draft head --head eagle-1-head {CHAIN}",
+        (MEDUSA := "heads, Medusa's recipe"): f"--draft lookup {CHAIN}",  # replaced by `MedusaDrafter`
         "mid": f"--draft bundled-mid {CHAIN}",
         "cascade: draft, mid": f"--draft bundled-draft --mid bundled-mid {CASCADE}",
         "cascade: draft, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
@@ -66,6 +72,8 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
         "other tokenizer, 1M": f"--draft bundled-draft {CHAIN}",
         "other tokenizer, 7M": f"--draft bundled-target {CHAIN}",
         "cascade: 1M, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
+        "head": f"--draft head --head SmolLM2-head {CHAIN}",
+        "head, tree": f"--draft head --head SmolLM2-head {TREE}",
         **BOTH,
     },
     (OFF_GRID := "SmolLM2-135M-off-grid"): {way: flags for way, flags in COPIES.items() if way[:7] in OF_KERNELS},
@@ -141,8 +149,11 @@ def two_drafts(p: Tensor, q: Tensor) -> float:
     return min(1.0, float((p.cumsum(0) + 1 - both).min()))
 
 
-def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float) -> dict[str, Any]:
+def count_way(
+    inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], temperature: float, drafter: Drafter | None = None
+) -> dict[str, Any]:
     """A row: what each text says of acceptance, and the bytes that a guess reads, in units of a target's forward.
+    drafter: instead of that of the inputs.
 
     reach: of each text [rounds that reached a depth, the sum over them of the probability that a guess there is
     accepted], depth by depth. inner: of each text of a cascade [rounds that had room for all guesses, inner rounds in
@@ -151,6 +162,8 @@ def count_way(inputs: Inputs, models: LoadedModels, sizes: Mapping[str, float], 
     """
     (name,) = inputs.settings.measuring.names - {"target"}
     sampler: Any = build([name], models, inputs.settings.decoding)[name]
+    if drafter:
+        sampler = partial(sampler, drafter=drafter)
     siblings, texts, inner = [0.0] * 4, list[dict[str, Any]](), Counter[tuple[int, int]]()  # {(text, 0 or 1): rounds}
     shape = {"tree": Fixed(MENU[-1])} if name == "topDown" else {"gamma": Fixed(GAMMA)}
     if name == "cascade":
@@ -316,25 +329,38 @@ def count_all(target: str) -> None:
     if target == OFF_GRID and not folder.exists():
         write_off_grid(folder)
     record: dict[str, Any] = read_json(file) if file.exists() else {"models": {}, "rows": []}
-    is_of_now = Records(ROOT).is_of_now
+    is_of_now, missing = Records(ROOT).is_of_now, list[str]()
     if not has_bundled_weights(record):
         raise UserError(f"{file} is of other weights of the bundled models: remove it")
+    for row in record["rows"]:
+        row.setdefault("processor", record["machine"]["processor"])
     for temperature in TEMPERATURES:
         for way, flags in OWN[target].items():
             key = {"way": way, "temperature": temperature}
             before = [row for row in record["rows"] if row.items() >= key.items()]
             if any(is_of_now(row["code"]) for row in before):
                 continue
-            inputs, models, sizes = load_way(target, flags)
-            row = key | {"code": code_version("cpu", "steps")} | count_way(inputs, models, sizes, temperature)
+            try:
+                inputs, models, sizes = load_way(target, flags)
+                heads = MedusaDrafter.load(find_model("medusa-heads"), models["target"]) if way == MEDUSA else None
+            except UserError as error:  # The repository has no weights of some heads.
+                missing.append(f"{way}: {error}")
+                continue
+            if heads:
+                sizes["draft"] = sum(x.numel() for x in heads.heads.parameters()) * torch.bfloat16.itemsize / HEADS
+            row = key | {"code": code_version("cpu", "steps")} | count_way(inputs, models, sizes, temperature, heads)
             record["rows"] = [row for row in record["rows"] if row not in before] + [row]
             folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
             named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
             about = origin([target], {}, inputs.device, {target: named[target]} | record["models"] | named)
             about |= {"program": "-m scripts.costFrontier", "dtype": inputs.dtype, "bytes": sizes["target"]}
+            row["processor"] = about["machine"]["processor"]  # A count depends on it only in its rounding.
+            about["machine"]["processor"] = " and ".join(dict.fromkeys(row["processor"] for row in record["rows"]))
             record |= about | {"top_p": TOP_P, "tokens": TOKENS, "context": CONTEXT}
             replace_file(file, json.dumps(record) + "\n")
             print(f"{target}, temperature {temperature}: {way}", flush=True)
+    if missing:
+        raise UserError("; ".join(dict.fromkeys(missing)))
 
 
 @as_script("costFrontier", "The rows that were measured are in the record.")

@@ -1,7 +1,8 @@
-"""Train a head that guesses from a target's features (EAGLE-3, Li et al., arXiv 2503.01840).
+"""Train a head that guesses from a target's features (EAGLE-3, Li et al., arXiv 2503.01840), or one to compare it with.
 
     python -m scripts.trainHead bundled-target models/my-head --texts books/ wiki.valid.tokens:8 --hours 0.5
     python -m scripts.trainHead SmolLM2-135M-Instruct models/my-head --texts books/ --hours 4 --draftVocab 8192
+    python -m scripts.trainHead bundled-target models/my-heads --texts books/ --recipe medusa
 
 The target writes the texts to train on and reads them (scripts/headTexts.py). All is kept in OUT, and the same command
 continues where one stopped. OUT/head-TARGET.json has the acceptance on text that is not trained on, over the tokens
@@ -18,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,11 +37,19 @@ from inputs.models import end_tokens, find_model, load_model, load_tokenizer, mo
 from scripts import headTexts
 from scripts.headTexts import Part, TextBatch
 from scripts.keepRecord import last_name
+from scripts.medusa import MedusaHeads
 from scripts.training import GAMMA, Pair, Recipe, Trainer, chain_loss
 from utils import UserError
 
 # Long rows teach to look far back, and cost more. Without weight decay, a head learns few texts by heart.
 RECIPE = Recipe(batch=1024, lengths=(256,) * 7 + (1024,), adam_rate=4e-3, weight_decay=0.1)
+RECIPES: dict[str, dict[str, Any]] = {  # {--recipe: what differs from RECIPE}
+    "eagle-3": {},
+    "eagle-1": {"opening": 1.0, "finish": 0.0},  # Li et al., arXiv 2401.15077: see `head_trainer`
+    "medusa": {"opening": 0.0, "finish": 0.0},
+}
+CLASSIFICATION = 0.1  # weight of the cross-entropy beside the loss on features, in EAGLE-1
+NOISE = 0.1  # of a feature in EAGLE-1's training: uniform, up to this, so that it bears the errors of its own states
 CHECKPOINT = "training.pt"
 TEXTS = "texts", "passages"  # of the flags: not in the record
 STEP_WEIGHT = 0.8  # weight of a step's loss against that of the step before it, as in EAGLE-3
@@ -81,6 +91,8 @@ class TrainedHead(HeadNetwork):
             features = shifted(hidden[-1], 1)
         return torch.stack(hidden)
 
+    save = save_head
+
     def features_before(self, batch: TextBatch) -> Tensor:
         """The true feature before each token, `[B, n, d]`."""
         return self.fuse(batch.before[..., -self.fuse.in_features :].float())
@@ -111,8 +123,8 @@ def chain_attention(layer: nn.Module, x: Tensor, angles: Pair, text: Tensor, cac
     return layer.o_proj(seen.transpose(1, 2).flatten(2))
 
 
-def new_network(target: CachedModel, tokens: Tensor | None) -> TrainedHead:
-    """An untrained head. tokens: those that the output layer is cut to, or None."""
+def new_network(target: CachedModel, tokens: Tensor | None, kind: str = "eagle-3") -> TrainedHead:
+    """An untrained head. tokens: those that the output layer is cut to, or None. kind: of RECIPES."""
     of_target = target.model.config.get_text_config()
     vocabulary, width = target.model.get_input_embeddings().weight.shape
     d, heads = of_target.hidden_size, of_target.num_attention_heads
@@ -122,7 +134,8 @@ def new_network(target: CachedModel, tokens: Tensor | None) -> TrainedHead:
     sizes |= {"intermediate_size": MLP * d, "max_position_embeddings": target.context}
     sizes |= of_target.to_dict() if llama_layers(target) else {}  # The head begins as its last layer.
     sizes |= {"vocab_size": vocabulary, "hidden_size": d, "num_hidden_layers": 1, "tie_word_embeddings": False}
-    head = {"layers": headTexts.tapped(target)}
+    layers = headTexts.tapped(target)
+    head = {"layers": layers[-1:] if kind == "eagle-1" else layers}
     return TrainedHead.of(LlamaConfig(**sizes, head=head), target, tokens)
 
 
@@ -172,17 +185,32 @@ def texts_of(part: Part, output: RestrictedHead) -> list[TextBatch]:
     return [headTexts.batch_of([(part, *place)], output.weight) for place in zip(starts.tolist(), lengths.tolist())]
 
 
+def begun(
+    kind: str, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
+) -> TrainedHead | MedusaHeads:
+    """An untrained network of a kind of RECIPES, as its training begins."""
+    torch.manual_seed(args.seed)
+    if kind == "medusa":
+        return MedusaHeads(output.weight).to(target.device)
+    network = new_network(target, output.tokens if args.draftVocab else None, kind).to(target.device)
+    begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
+    return network
+
+
 def head_trainer(
     recipe: Recipe, args: Namespace, parts: list[Part], target: CachedModel, output: RestrictedHead
 ) -> Trainer:
     """The training of a head in the folder `args.out`. parts: of `prepare_parts`, the first is held out. output: the
-    target's output layer, for the tokens that are guessed."""
+    target's output layer, for the tokens that are guessed.
+
+    By the recipe of EAGLE-1, a head reads true features of the last layer alone, with noise, and learns the feature of
+    the next token above all. By Medusa's, each head learns the token at its distance. Texts, optimizers, a head's layer
+    and its beginning are the same for all recipes.
+    """
     autocast = target.dtype if target.dtype != torch.float16 else torch.bfloat16
-    torch.manual_seed(args.seed)
-    network = new_network(target, output.tokens if args.draftVocab else None).to(target.device)
-    begin_near_target(network, target, texts_of(parts[1], output)[::FITTED])
+    network = begun(recipe.kind, args, parts, target, output)
     held_out = texts_of(parts[0], output)
-    shares = {"opening": recipe.opening, "finish": recipe.finish}
+    shares = {"kind": recipe.kind, "opening": recipe.opening, "finish": recipe.finish}
     about = {"recipe": shares, "tokens": output.tokens.tolist(), "texts": headTexts.origin_of(args)}
 
     def loss(trainer: Trainer, rows: int, length: int) -> Tensor:
@@ -191,19 +219,26 @@ def head_trainer(
         finishing = trainer.share >= 1 - recipe.finish
         batch = headTexts.random_windows(parts[1:], rows, length, (args.seed, trainer.step), output.weight)
         steps = 1 if trainer.share < recipe.opening else GAMMA
+        if recipe.kind == "eagle-1":
+            noise = np.random.default_rng((args.seed, trainer.step, 1)).uniform(-NOISE, NOISE, batch.before.shape)
+            batch = batch._replace(before=batch.before + torch.from_numpy(noise).to(batch.before))
         with torch.autocast(target.device.type, autocast, autocast != torch.float32):
             hidden = network.chain(batch, steps).float()
         weights = chain_weights(batch.text, steps)
         weights *= (STEP_WEIGHT ** torch.arange(steps, device=weights.device))[:, None, None]
         weights /= weights.sum()
         flat = hidden.flatten(1, 2), batch.last.flatten(0, 1), batch.sums.flatten(0, 1), weights.flatten(1)
-        return chain_loss(*flat, output, finishing)
+        total = chain_loss(*flat, output, finishing)
+        if recipe.kind == "eagle-1":
+            away = F.smooth_l1_loss(hidden[0], batch.last.float(), reduction="none").mean(-1)
+            total = (away * weights[0]).sum() + CLASSIFICATION * total
+        return total
 
     def measure(trainer: Trainer) -> dict[str, Any]:
         """The acceptance on text that is held out. The head is saved with it."""
         figures = headTexts.acceptance_on(network, output, held_out, autocast)
         record = {"recipe": shares, "seed": args.seed, "measured": [{"step": trainer.step} | figures]}
-        save_head(network, args.out, model_version(args.folder), record)
+        network.save(args.out, model_version(args.folder), record)
         return figures
 
     return Trainer(recipe, network, args.out.name, loss, measure, args.out / CHECKPOINT, about)
@@ -220,9 +255,12 @@ def head_flags(argv: Sequence[str]) -> Namespace:
     add("--hours", type=number(0.001, 10**4), default=0.5, help="of training (0.5)")
     add("--steps", type=whole(1), help=of_steps)
     add("--draftVocab", type=whole(1), help="guess only this number of frequent tokens (all)")
+    add("--recipe", choices=list(RECIPES), default="eagle-3", help="Medusa's heads are for comparison alone (eagle-3)")
     add("--device", type=text, help="(cuda if available)")
     add("--seed", type=whole(0, 10**9), default=0)
     args = parser.parse_args(argv)
+    if args.recipe == "medusa" and args.draftVocab:
+        raise UserError("--draftVocab is not supported with --recipe medusa: leave one of them out")
     args.folder, args.device = find_model(args.target), pick_device(args.device)
     args.data = args.data or args.out / "texts"
     if (args.out / CONFIG).exists() and not (args.out / CHECKPOINT).exists():
@@ -252,7 +290,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         cut = counts.argsort(descending=True, stable=True)[: args.draftVocab].sort().values
     output = headTexts.output_layer(target, cut)
     end = {"tokens": args.steps * RECIPE.batch} if args.steps else {"seconds": 3600 * args.hours}
-    trainer = head_trainer(replace(RECIPE, **end), args, parts, target, output)
+    recipe = replace(RECIPE, **end, kind=args.recipe, **RECIPES[args.recipe])
+    trainer = head_trainer(recipe, args, parts, target, output)
     trainer.train()
     parameters, last = sum(p.numel() for p in trainer.weights.values()), trainer.history[-1]
     positions = ", ".join(f"{share:.3f}" for share in last["acceptance"])

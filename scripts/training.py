@@ -61,6 +61,7 @@ class Recipe:
     weight_decay: float = 0.0  # of matrices
 
     # A head only.
+    kind: str = "eagle-3"  # a key of `scripts.trainHead.RECIPES`
     opening: float = 0.6  # the first share, with one step: on true features alone, which is several times faster
     finish: float = 0.15  # the last share, whose loss is the share of guesses that the target rejects
 
@@ -198,8 +199,10 @@ def soft_nucleus(probs: Tensor) -> Pair:
 
 
 def output_logits(output: RestrictedHead, hidden: Tensor) -> Tensor:
-    """The logits of last hidden states `[..., d]` for the V tokens of the target's output layer, float32 `[..., V]`."""
-    return output.inner(hidden.to(output.weight.dtype)).float()
+    """The logits of last hidden states `[..., d]` for the V tokens of the target's output layer, float32 `[..., V]`.
+    What has V columns are logits already: those of a draft model, or of `MedusaHeads`."""
+    is_hidden = hidden.shape[-1] == output.weight.shape[1]
+    return (output.inner(hidden.to(output.weight.dtype)) if is_hidden else hidden).float()
 
 
 def sums_of(output: RestrictedHead, last: Tensor) -> Tensor:
@@ -230,8 +233,8 @@ def cross_entropy(logits: Tensor, plain: Tensor) -> Pair:
 def chain_loss(
     hidden: Tensor, last: Tensor, sums: Tensor, weights: Tensor, output: RestrictedHead, finishing: bool
 ) -> Tensor:
-    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`, or by a draft's
-    own logits `[1, N, V]`.
+    """The loss of a chain of guesses, with its gradient by the head's hidden states `[steps, N, d]`, or by a network's
+    own logits `[steps, N, V]`.
 
     last `[N, d]`, sums `[N, 3]`: of the target, whose output layer is `output`. weights `[steps, N]`: of each place's
     loss, which is `cross_entropy`, or in the end `rejection`.
@@ -243,7 +246,7 @@ def chain_loss(
             at = slice(first, first + at_a_time(hidden.device))
             plain, drawn = distributions(output_logits(output, last[at]), sums[at])
             for step, weight in enumerate(weights[:, at, None]):
-                logits = hidden[step, at].float() if are_logits else output_logits(output, hidden[step, at])
+                logits = output_logits(output, hidden[step, at])
                 loss, by_logits = rejection(logits, plain, drawn) if finishing else cross_entropy(logits, plain)
                 total += (loss * weight).sum()
                 by_logits = by_logits * weight

@@ -19,10 +19,11 @@ from methods.drafters import ModelDrafter
 from regrSampling import regrSampling
 from scripts import headTexts, trainHead, training
 from scripts.headTexts import TextBatch, batch_of, chat_pieces, hidden_states, output_layer
+from scripts.medusa import MedusaDrafter, MedusaHeads
 from scripts.trainHead import begin_near_target, chain_weights, new_network, shifted
 from scripts.training import GAMMA, SAMPLING, chain_loss, distributions, output_logits, sums_of
 from specSampling import specSampling
-from utils import probabilities
+from utils import Sampling, pick, probabilities
 
 SAMPLE = DATASETS / "sample" / "articles.raw"
 
@@ -148,17 +149,56 @@ def test_the_gradient_of_the_cross_entropy_is_autograds(target, count):
     torch.testing.assert_close(one.grad, two.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_figures_are_those_of_decoding(target, network):
+@pytest.fixture
+def medusa(target):
+    """Medusa's heads, a little away from their beginning."""
+    torch.manual_seed(1)
+    heads = MedusaHeads(target.model.get_output_embeddings().weight)
+    for weight in heads.parameters():
+        weight.data += 0.1 * torch.randn_like(weight)
+    return heads.requires_grad_(False)
+
+
+@FAMILIES
+@pytest.mark.parametrize("late", [0, 1])
+def test_medusas_heads_guess_in_training_what_they_guess_in_decoding(target, medusa, late):
+    """late: a planted mistake, the drafter reads the hidden state of one token before."""
+    tokens = random_tokens(1, 12)
+    expected = medusa.chain(a_batch(target, tokens), GAMMA)[:, 0]
+    agree, drafter, u = True, MedusaDrafter(medusa, target), torch.rand(1, GAMMA)
+    for last in range(2, 12 - GAMMA):
+        rows = SimpleNamespace(texts=[tokens[0].tolist()], committed_lengths=[last + 1 - late])
+        rows.uniform = lambda counts: u[:, : max(counts)]
+        guesses = drafter.draft(rows, [GAMMA + 1], SAMPLING)
+        q = probabilities(torch.stack([expected[step, last + step] for step in range(GAMMA)]), SAMPLING)[None]
+        agree &= torch.allclose(guesses.q, q, atol=1e-4, rtol=1e-4)
+        assert torch.equal(guesses.drafts, pick(guesses.q, u))
+    assert agree == (not late)
+
+
+@FAMILIES
+def test_greedy_texts_with_medusas_heads_are_the_targets(target, medusa):
+    texts, greedy = [[3], [5, 9, 1]], Sampling(0.0)
+    drafter = MedusaDrafter(medusa, target)
+    found, records = specSampling(texts, target, drafter, 20, 8, greedy)
+    assert found == regrSampling(texts, target, 20, greedy)[0]
+    assert max(max(record.drafted) for record in records) == GAMMA
+
+
+@pytest.mark.parametrize("kind", ["eagle-3", "medusa"])
+def test_the_figures_are_those_of_decoding(target, network, medusa, kind):
     """The share of guesses that pass and the tokens of a round, from texts that the target drew, and from speculative
     decoding with the same head."""
     target.context = 10**6
+    network = medusa if kind == "medusa" else network
     generator = torch.Generator().manual_seed(0)
-    texts, _ = regrSampling([[3]] * 60, target, 60, generator=generator)
-    batches = [a_batch(target, torch.tensor([[3, *text]]), torch.bfloat16) for text in texts]
-    batches = [batch._replace(drawn=torch.arange(61)[None] > 0) for batch in batches]
+    texts, _ = regrSampling([[3, 3]] * 60, target, 60, generator=generator)
+    batches = [a_batch(target, torch.tensor([[3, 3, *text]]), torch.bfloat16) for text in texts]
+    batches = [batch._replace(drawn=torch.arange(62)[None] > 1) for batch in batches]
     quality = headTexts.acceptance_on(network, output_layer(target), batches, torch.float32)
-    head = HeadModel(network, target)
-    _, records = specSampling([[3]] * 60, target, ModelDrafter(head), 60, GAMMA, generator=generator)
+    of_heads = kind == "medusa"
+    drafter = MedusaDrafter(medusa, target) if of_heads else ModelDrafter(HeadModel(network, target))
+    _, records = specSampling([[3, 3]] * 60, target, drafter, 60, GAMMA, generator=generator)
     tested, passed = np.array([record.acceptance_by_position for record in records]).sum(0).T
     for found, share, count in zip(quality["acceptance"], passed / tested, tested):
         assert abs(found - share) < 4 * math.sqrt(0.25 / count) + 0.01
@@ -244,10 +284,26 @@ def test_a_training_begins_on_true_features_alone(sources, small, monkeypatch, t
     assert steps == [1] * 6 + [GAMMA] * 6
 
 
-def test_the_loss_goes_down(sources, small, tmp_path):
-    trainer = head_trainer(sources, tmp_path / "head", steps=50, finish=0.0)
+@pytest.mark.parametrize("kind, least", [("eagle-3", 0.3), ("eagle-1", 0.1), ("medusa", 0.3)])
+def test_the_loss_goes_down(sources, small, tmp_path, kind, least):
+    changes = {"finish": 0.0, "kind": kind} | trainHead.RECIPES[kind]
+    trainer = head_trainer(sources, tmp_path / "head", steps=50, **changes)
     trainer.train()
-    assert np.mean(trainer.losses[-10:]) < trainer.losses[0] - 0.3
+    assert np.mean(trainer.losses[-10:]) < trainer.losses[0] - least
+
+
+def test_the_loss_of_eagle_1_is_that_of_its_paper(sources, small, tmp_path, monkeypatch):
+    """A tenth of the cross-entropy to the target's distribution, and the smooth L1 distance of the features."""
+    monkeypatch.setattr(trainHead, "NOISE", 0.0)
+    trainer = head_trainer(sources, tmp_path / "head", kind="eagle-1", **trainHead.RECIPES["eagle-1"])
+    assert trainer.network.fuse.in_features == trainer.network.fuse.out_features  # the last layer alone
+    args, (_, *parts), _, output = sources
+    batch = headTexts.random_windows(parts, 2, 32, (args.seed, 0), output.weight)
+    hidden = trainer.network.chain(batch, 1)[0]
+    p, log_q = (output_logits(output, x).softmax(-1) for x in (batch.last, hidden))
+    away = torch.nn.functional.smooth_l1_loss(hidden, batch.last.float())
+    expected = away - 0.1 * (p * log_q.log()).sum(-1).mean()
+    torch.testing.assert_close(trainer.loss(trainer, 2, 32), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_parts_that_are_there_are_not_made_again(sources, small, monkeypatch):
@@ -326,6 +382,7 @@ def test_a_chat_model_writes_both_sides_of_a_conversation(model_folder, small, m
         ("nowhere --steps 1", "there is no model"),
         ("T --draftVocab 301 --steps 1", "exceeds the vocabulary of 300"),
         ("T --seed 1", "free some space"),
+        ("T --recipe medusa --draftVocab 9", "--recipe medusa"),
     ],
 )
 def test_what_is_wrong_is_one_line(pair_folder, text_file, tmp_path, capsys, monkeypatch, flags, words):
