@@ -37,6 +37,7 @@ from utils import UserError
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
 HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
 TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
+RECIPES = "recipe-eagle-3", "recipe-eagle-1", "recipe-medusa"  # likewise: heads that are compared in docs/cost.md
 OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "avx512")}  # runs on other processors
 CATEGORIES = "categories", "categories-SmolLM2"  # runs with prompts of several categories
 COMPILED = CACHED | {"speculative": "fixed"}
@@ -147,7 +148,7 @@ def trainings(names: Sequence[str], records: Records) -> str:
         for name, variant in record["variants"].items():
             last = variant["history"][-1]
             shares = " ".join(f"{share:.3f}" for share in last["acceptance"])
-            what = name if len(record["variants"]) > 1 else target, f"{variant['parameters']:,}"
+            what = target if names == HEADS else name, f"{variant['parameters']:,}"
             cost = f"{last['tokens']:,}", f"{last['seconds'] / 60:.0f}", f"{last['memory'] / 1e9:.1f}"
             table.add(*what, *cost, shares, f"{last['alpha']:.3f}", f"{last['tokens_per_round']:.2f}")
         texts = f"{target}: {written['tokens']:,} tokens, written and read in {written['seconds'] / 60:.0f} min"
@@ -372,6 +373,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     },
     "heads": partial(trainings, HEADS),
     "head-ablation": partial(trainings, (ABLATION,)),
+    "head-recipes": partial(trainings, RECIPES),
     "sweep": partial(printed, "sweep", OF_GAMMA + "0.85", notes=True),
     "sweep-within": partial(within, "sweep"),
     "sweep-c": partial(quoted, "sweep", r"c: (\d+\.\d+)\."),

@@ -62,7 +62,7 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
         "head, tree": f"--draft head --head bundled-head {TREE}",
         "head, EAGLE-3's recipe": f"--draft head --head eagle-3-head {CHAIN}",
         "head, EAGLE-1's recipe": f"--draft head --head eagle-1-head {CHAIN}",
-        (MEDUSA := "heads, Medusa's recipe"): f"--draft lookup {CHAIN}",  # replaced by `MedusaDrafter`
+        (MEDUSA := "heads, Medusa's recipe"): f"--draft lookup {CHAIN}",  # guessing is replaced by `MedusaDrafter`
         "mid": f"--draft bundled-mid {CHAIN}",
         "cascade: draft, mid": f"--draft bundled-draft --mid bundled-mid {CASCADE}",
         "cascade: draft, copy in 4 bits": f"--draft bundled-draft --mid self --draftBits 4 {CASCADE}",
@@ -78,6 +78,7 @@ OWN = {  # {target: {way of guessing: flags of test.py}}
     },
     (OFF_GRID := "SmolLM2-135M-off-grid"): {way: flags for way, flags in COPIES.items() if way[:7] in OF_KERNELS},
 }
+MEDUSA_HEADS = "medusa-heads"  # their folder in models/
 TEMPERATURES, TOP_P = (0.85, 0.0, 1.0, 0.5), 0.9
 SHOWN = 0.85  # the temperature of the figure and of the table by category
 TOKENS, CONTEXT = 64, 256  # of each text; before the tokens of a forward, whose keys and values it reads
@@ -300,10 +301,10 @@ def draw_cost(record: Mapping[str, Any]) -> Figure:
             best, frontier = y, [*frontier, at]
         colour = next((colour for kind, colour in COLOURS.items() if name.startswith(kind)), DARK)
         axes.plot(x, y, "o", color=colour, markersize=6)
-        label = f"{name} ({point['gamma']})"
+        label = name.removesuffix("'s recipe") + f" ({point['gamma']})"
         width = 0.0075 * right * len(label)
         sides = (0.0, x + 0.012 * right), (0.02, x - 0.012 * right - width)
-        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.18, 0.18, 25)))
+        nearest = sorted((abs(up) + far, up, left) for (far, left), up in product(sides, np.linspace(-0.3, 0.3, 41)))
         for _, up, left in nearest:  # The nearest place where it covers no point and no other label.
             box = left, y + up * top, width
             covers = [abs(b - box[1]) < 0.032 * top and a < left + width and left < a + w for a, b, w in boxes]
@@ -342,16 +343,20 @@ def count_all(target: str) -> None:
                 continue
             try:
                 inputs, models, sizes = load_way(target, flags)
-                heads = MedusaDrafter.load(find_model("medusa-heads"), models["target"]) if way == MEDUSA else None
+                heads = find_model(MEDUSA_HEADS) if way == MEDUSA else None
             except UserError as error:  # The repository has no weights of some heads.
                 missing.append(f"{way}: {error}")
                 continue
-            if heads:
-                sizes["draft"] = sum(x.numel() for x in heads.heads.parameters()) * torch.bfloat16.itemsize / HEADS
-            row = key | {"code": code_version("cpu", "steps")} | count_way(inputs, models, sizes, temperature, heads)
+            drafter, named = None, dict[str, Any]()
+            if heads:  # They read hidden states of a target that is not compiled.
+                drafter = MedusaDrafter.load(heads, inputs.load(inputs.dtype)["target"])
+                count = sum(x.numel() for x in drafter.heads.parameters())
+                sizes["draft"] = count * torch.bfloat16.itemsize / HEADS
+                named = {heads.name: {"name": heads.name, "version": model_version(heads), "parameters": count}}
+            row = key | {"code": code_version("cpu", "steps")} | count_way(inputs, models, sizes, temperature, drafter)
             record["rows"] = [row for row in record["rows"] if row not in before] + [row]
             folders = inputs.folders | ({"head": inputs.head} if "head" in models else {})
-            named = {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
+            named |= {f.name: model_record(f.name, model_version(f), models[role]) for role, f in folders.items()}
             about = origin([target], {}, inputs.device, {target: named[target]} | record["models"] | named)
             about |= {"program": "-m scripts.costFrontier", "dtype": inputs.dtype, "bytes": sizes["target"]}
             row["processor"] = about["machine"]["processor"]  # A count depends on it only in its rounding.

@@ -18,6 +18,7 @@ from experiments.theory import by_position, expected_chain, overlap, overlaps_of
 from methods.drafters import ModelDrafter
 from scripts import costFrontier
 from scripts.costFrontier import at_each_gamma, cheapest, cost_tables, costs_at, counts_of, draw_cost, two_drafts
+from scripts.medusa import MedusaHeads
 from specSampling import specSampling
 from utils import Sampling
 
@@ -139,6 +140,28 @@ def test_a_copy_of_two_bits_is_counted_with_its_bits_though_no_kernel_reads_them
     row = costFrontier.count_way(inputs, models, sizes, 0.85)
     assert row["a_guess"] == sizes["draft"] / sizes["target"] and len(row["texts"]) == 24
     assert 1 < at_each_gamma(counts_of(row["texts"]).sum(0))[1] < 1.9
+
+
+def test_a_guess_of_medusas_heads_reads_one_of_them(monkeypatch, tmp_path, capsys):
+    for name, value in {
+        "ROOT": tmp_path,
+        "TOKENS": 8,
+        "TEXTS": {"bundled-target": 1},
+        "TEMPERATURES": (0.85,),
+        "OWN": {"bundled-target": {costFrontier.MEDUSA: costFrontier.OWN["bundled-target"][costFrontier.MEDUSA]}},
+        "MEDUSA_HEADS": str(folder := tmp_path / "heads"),
+    }.items():
+        monkeypatch.setattr(costFrontier, name, value)
+    (file := tmp_path / "docs" / "records" / "cost-bundled-target.json").parent.mkdir(parents=True)
+    assert costFrontier.main(["bundled-target"]) == 2
+    assert "heads, Medusa's recipe: there is no model" in capsys.readouterr().err and not file.exists()
+    folder.mkdir()
+    MedusaHeads(torch.zeros(4096, 192)).save(folder, "", {})  # All their guesses are drawn from all tokens alike.
+    assert costFrontier.main(["bundled-target"]) == 0
+    record = json.loads(file.read_text())
+    (row,) = record["rows"]
+    assert row["a_guess"] * record["bytes"] == pytest.approx(2 * (192 * 192 + 192 + 4096 * 192))
+    assert 0 < at_each_gamma(counts_of(row["texts"]).sum(0))[1] - 1 < 0.1
 
 
 def test_inner_rounds_of_a_cascade_are_those_of_rounds_with_room_for_all_guesses(monkeypatch):

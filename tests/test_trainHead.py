@@ -221,7 +221,7 @@ def test_a_short_training_makes_a_head_that_loads(pair_folder, tmp_path, small, 
     target = load_model(folder, load_tokenizer(folder), "float32", "cpu")
     assert load_head(out, target, model_version(folder)).model.config.head["tokens"] == 100
     record = json.loads((out / "head-target.json").read_text())
-    last = record["variants"]["head"]["history"][-1]
+    last = record["variants"]["eagle-3"]["history"][-1]
     assert last["step"] == 30 and len(last["acceptance"]) == GAMMA and record["written"]["tokens"] >= 300
     assert record["command"].startswith("target head --") and "articles.raw" in record["command"]
     assert str(tmp_path) not in json.dumps(record) and str(SAMPLE) not in json.dumps(record)
