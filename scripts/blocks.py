@@ -35,8 +35,9 @@ from scripts.keepRecord import Records, command_of, differing, source
 from utils import UserError
 
 PAIR, SHAPES, REAL = BENCHMARKS = "benchmark", "benchmark-pythia", "benchmark-SmolLM2"  # runs beside other engines
-HEADS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
-TRAININGS = *HEADS, ABLATION  # what `python -m scripts.trainHead` writes
+OF_MODELS, ABLATION = ("head-bundled-target", "head-SmolLM2-135M-Instruct"), "ablation-bundled-target"
+HEADS = *OF_MODELS, "head-SmolLM2-short"
+TRAININGS = *OF_MODELS, ABLATION  # what `python -m scripts.trainHead` writes, with a figure
 RECIPES = "recipe-eagle-3", "recipe-eagle-1", "recipe-medusa"  # likewise: heads that are compared in docs/cost.md
 OF_PROCESSORS = {f"{kind}-": f"{kind}-SmolLM2" for kind in ("avx2", "avx512")}  # runs on other processors
 CATEGORIES = "categories", "categories-SmolLM2"  # runs with prompts of several categories
